@@ -132,7 +132,7 @@ class TrainedModel:
                 self.engine.backward(self.engine(self.tower.gradients()), apart=True)
             result = self.engine.step(self.lr)
             self.frozen = self.movement.end(self.lr) if result.applied and result.grad_norm else None
-            self.follow()
+            self.sync_dependents()
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
         return result
@@ -154,9 +154,9 @@ class TrainedModel:
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.movement.restart()
-        self.follow()
+        self.sync_dependents()
 
-    def follow(self) -> None:
+    def sync_dependents(self) -> None:
         """Let everything outside the engine that holds weights take over those in it. To be called after they changed
         in any other way than by `step` and `load_state_dict`. Collective."""
         if self.tower is not None:
@@ -265,10 +265,10 @@ class Policy(TrainedModel):
             else:
                 groups, stats = self.journal.complete(step, requests, on_finish, sample, given, goes_on)
         rollout = Rollout(prompts, [c for group in groups for c in group], config.num_generations)
-        self.meet(rollout)
+        self.register_images(rollout)
         return rollout, stats
 
-    def meet(self, rollout: Rollout) -> None:
+    def register_images(self, rollout: Rollout) -> None:
         """Take the pictures of a rollout that this rank may not have read, but another, or an earlier process."""
         if self._album is not None:
             self._album.take(rollout.pictures, keep=False)
@@ -300,7 +300,7 @@ class Policy(TrainedModel):
         each float32 [b, T]; see `LogprobModel`. Collective."""
         return tuple(micro.unflatten(value_N) for value_N in self.engine(*micro.inputs, temperature, more))
 
-    def learn(
+    def accumulate_sft_gradient(
         self,
         prompt_ids: Sequence[list[int]],
         completion_ids: Sequence[list[int]],
@@ -325,7 +325,7 @@ class Policy(TrainedModel):
         return measured(self.engine, batches, shape, temperature)[0]
 
 
-class Scorer(TrainedModel):
+class ScalarModelTrainer(TrainedModel):
     """A model inside one DeepSpeed engine that outputs one number per token (`ScalarModel`), for scoring and training.
 
     `padding` is the token that the exported classifier treats as padding; `seed` and `head_std` initialize a new head

@@ -109,7 +109,7 @@ class Trainer(Stage):
         """Train the policy on a rollout and its scores, on the ranks that its groups are assigned to."""
         self.assignment = self.assigned(rollout, scores)
         trained, trained_scores = self.assignment.scatter(rollout, scores)
-        self.policy.meet(trained)
+        self.policy.register_images(trained)
         old = self.old_policy(trained)
         ref_logp_BT = self.reference_logprobs(trained)
         advantages_BT = self.advantages(trained, trained_scores, old, ref_logp_BT)

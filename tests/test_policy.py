@@ -103,7 +103,9 @@ def test_supervised_tokens_count_alike_whatever_rank_has_them():
             policy.engine.device = torch.device("cpu")
             policy.engine.backward = lambda loss: loss.backward()
             given = [prompts[row] for row in rows], [completions[row] for row in rows]
-            losses = [(float(loss) * count, count) for loss, count in policy.learn(*given, lambda: None)]
+            losses = [
+                (float(loss) * count, count) for loss, count in policy.accumulate_sft_gradient(*given, lambda: None)
+            ]
             return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
         return in_ranks(len(parts), program)

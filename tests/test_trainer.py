@@ -38,7 +38,7 @@ from hybrid_grpo.trainer import Trainer
 P, G = 8, 2
 
 
-class Sampler:
+class SamplingContext:
     """Stands for a policy: finishes group after group, and scores every token with log 1/2."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def replaced(rollout: Rollout, **changes) -> Rollout:
     return replace(rollout, completions=[replace(c, **changes) for c in rollout.completions])
 
 
-def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
+def trainer(policy: SamplingContext, grpo=None, **rollout) -> Trainer:
     config = TrainConfig(
         rollout=RolloutConfig(prompts_per_step=P, num_generations=G, **rollout), grpo=GrpoConfig(**(grpo or {}))
     )
@@ -108,7 +108,7 @@ def loss_of(run: Trainer, batch: TrainBatch) -> torch.Tensor:
 
 @pytest.mark.process
 def test_rewards_run_while_others_are_sampled(tmp_path):
-    run = trainer(Sampler())
+    run = trainer(SamplingContext())
     run.inputs.rewards = isolated(replace(SLOW, kwargs={"folder": str(tmp_path)}))
     prompts = run.draw_prompts()
     with run.inputs.rewards.stream(prompts, G) as stream:
@@ -132,7 +132,7 @@ def test_rewards_run_while_others_are_sampled(tmp_path):
 ])  # fmt: skip
 def test_whose_logprobs_the_ratios_are_relative_to(logprobs, old_logp, first, later):
     """The sampler recorded -0.8 where the policy says log 1/2, as if another distribution had been drawn from."""
-    run = trainer(Sampler(), {"num_iterations": 2, "old_logp": old_logp, **WIDE}, logprobs=logprobs, top_p=0.9)
+    run = trainer(SamplingContext(), {"num_iterations": 2, "old_logp": old_logp, **WIDE}, logprobs=logprobs, top_p=0.9)
     rollout = replaced(run.sample(run.draw_prompts(), 1, lambda *_: None), logp=[-0.8, -0.8])
     old_logp_BT = run.old_logprobs(rollout)
     assert old_logp_BT is not None
@@ -148,10 +148,10 @@ def test_whose_logprobs_the_ratios_are_relative_to(logprobs, old_logp, first, la
 
 def test_one_optimizer_step_needs_no_pass_for_old_logp():
     settings = {"sampler_correction": "truncate", "sampler_ratio_max": 1.05}
-    run = trainer(Sampler(), settings)
+    run = trainer(SamplingContext(), settings)
     rollout = replaced(run.sample(run.draw_prompts(), 1, lambda *_: None), logp=[-0.8, math.log(0.5)])
     assert run.old_logprobs(rollout) is None
-    assert trainer(Sampler(), {**settings, "num_iterations": 2}).old_logprobs(rollout) is not None
+    assert trainer(SamplingContext(), {**settings, "num_iterations": 2}).old_logprobs(rollout) is not None
     (batch,) = first_step(run, rollout)
     loss = loss_of(run, batch)
     # exp(log 1/2 + 0.8) is 1.11: cut at 1.05; the other token's ratio is 1.
@@ -164,7 +164,7 @@ def test_one_optimizer_step_needs_no_pass_for_old_logp():
 
 @pytest.mark.parametrize("loss_type, share", [("dapo", 1 / 28), ("grpo", 1 / 28), ("dr_grpo", 1 / (14 * 512))])
 def test_truncated_completions_weigh_nothing_and_count_nowhere(loss_type, share):
-    run = trainer(Sampler(), {"mask_truncated": True, "loss_type": loss_type})
+    run = trainer(SamplingContext(), {"mask_truncated": True, "loss_type": loss_type})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     cut = [replace(c, finish="length") for c in rollout.completions[:2]]
     rollout = replace(rollout, completions=cut + rollout.completions[2:])
@@ -177,7 +177,7 @@ def test_truncated_completions_weigh_nothing_and_count_nowhere(loss_type, share)
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_a_loss_of_nothing_is_zero(loss_type):
-    run = trainer(Sampler(), {"mask_truncated": True, "loss_type": loss_type, "sampler_correction": "mask"})
+    run = trainer(SamplingContext(), {"mask_truncated": True, "loss_type": loss_type, "sampler_correction": "mask"})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     rollout = replace(rollout, completions=[replace(c, finish="length") for c in rollout.completions])
     batches = first_step(run, rollout)
@@ -192,7 +192,7 @@ def test_a_loss_of_nothing_is_zero(loss_type):
 @pytest.mark.parametrize("loss_type, share", [("dapo", 1 / 16), ("grpo", 1 / 16), ("dr_grpo", 1 / (8 * 512))])
 def test_a_completion_that_is_only_compared_with_has_a_part_in_no_loss(loss_type, share):
     """It takes part in the mean and the spread of its group, and its tokens are not even computed."""
-    run = trainer(Sampler(), {"loss_type": loss_type})
+    run = trainer(SamplingContext(), {"loss_type": loss_type})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     rows = [
         replace(c, writer="seeds", learned=False, logp=[]) if k % G else c for k, c in enumerate(rollout.completions)
@@ -211,7 +211,7 @@ def test_a_micro_batch_without_rows_has_all_fields_of_the_others_and_counts_for_
     """Another rank has more micro-batches. The filler had no reference, so a KL in the loss ended the run; and its
     token was one of those whose entropies and ratios are counted for histograms."""
     monkeypatch.setattr("hybrid_grpo.data.packing.all_reduce", lambda value, op: value + 1)
-    run = trainer(Sampler(), {"beta": 0.1, "kl_unbiased": True, "entropy_coef": 0.1, "num_iterations": 2})
+    run = trainer(SamplingContext(), {"beta": 0.1, "kl_unbiased": True, "entropy_coef": 0.1, "num_iterations": 2})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     rows = [replace(c, writer="seeds") if k % G else c for k, c in enumerate(rollout.completions)]
     rollout, other_BT = replace(rollout, completions=rows), torch.full((P * G, 2), -0.7)
@@ -237,7 +237,7 @@ def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):
         "def reinforce(logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo, *, beta, **others):\n"
         "    return -(weight_bT * advantages_bT * logp_bT).sum()\n"
     )
-    run = trainer(Sampler())
+    run = trainer(SamplingContext())
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     (batch,) = first_step(run, rollout)
     built_in = loss_of(run, batch)
@@ -262,7 +262,7 @@ class Waiting(Feature):
 
 
 def test_while_a_feature_makes_the_policy_wait_only_the_feature_learns():
-    run = trainer(Sampler(), {"num_minibatches": 2})
+    run = trainer(SamplingContext(), {"num_minibatches": 2})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     run.features, run.policy.forward = Features([waiting := Waiting()]), None
     run.improve(rollout, Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2)))
@@ -408,5 +408,5 @@ def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_ch
 
 @pytest.mark.parametrize("grpo", [{"beta": 0.1}, {"entropy_coef": 0.1}])
 def test_rows_that_have_another_term_stay_in_the_backward_pass(grpo):
-    assert trainer(Sampler(), grpo).max_over_ranks is None
-    assert trainer(Sampler(), {"beta": 0.1, "kl_in": "reward"}).max_over_ranks is not None
+    assert trainer(SamplingContext(), grpo).max_over_ranks is None
+    assert trainer(SamplingContext(), {"beta": 0.1, "kl_in": "reward"}).max_over_ranks is not None

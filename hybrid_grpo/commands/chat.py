@@ -77,10 +77,10 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     from hybrid_grpo.model.limits import check_prompt_ids
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.model.reading import Reading
-    from hybrid_grpo.run.sampling import Sampler
+    from hybrid_grpo.run.sampling import SamplingContext
 
     rollout = config.rollout
-    sampler = Sampler.read(config.policy, rollout)
+    sampler = SamplingContext.read(config.policy, rollout)
     tokenizer = sampler.tokenizer
     text_config = sampler.model_config.get_text_config(decoder=True)
     positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize

@@ -74,11 +74,11 @@ def generate(
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.model.reading import Reading
-    from hybrid_grpo.run.sampling import Sampler
+    from hybrid_grpo.run.sampling import SamplingContext
     from hybrid_grpo.turns.partners import partners_of, with_tools
 
     rollout, count = config.rollout, config.rollout.num_generations
-    sampler = Sampler.read(config.policy, rollout)
+    sampler = SamplingContext.read(config.policy, rollout)
     tokenizer, ends = sampler.tokenizer, sampler.stop_ids
     partners = partners_of(config, tokenizer, ends, sampler.album)
     prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, _source(config, prompt), sampler.album)

@@ -259,7 +259,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
     reference = trainer.reference if had_one else make_reference(config, policy, album)
     # Only the first trainer's inputs know what tools have done so far.
     inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)
-    features = [feature.under(config, inputs) for feature in trainer.features]
+    features = [feature.with_config(config, inputs) for feature in trainer.features]
     services = RunServices(trace=trainer.trace)
     other = Trainer(config, plan, policy, reference, inputs, trainer.device, features, services)
     for name, part in other.all_parts.items():

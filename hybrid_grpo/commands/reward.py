@@ -28,7 +28,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.model.loading import load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.model.scalar_model import check_scalar, padding_token
-    from hybrid_grpo.policy import Scorer
+    from hybrid_grpo.policy import ScalarModelTrainer
     from hybrid_grpo.run.feature import load_features, make_features
     from hybrid_grpo.run.fingerprints import held_out_name, of_inputs
     from hybrid_grpo.run.folder import say
@@ -58,7 +58,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     if training.finished:
         return training.folder
     padding = padding_token(tokenizer, {text[-1] for text in texts})
-    scorer = Scorer(
+    scorer = ScalarModelTrainer(
         config.policy, config.engine, tokenizer, config.run.steps, padding, lora=config.lora, seed=config.run.seed
     )
     load_features(features, scorer)

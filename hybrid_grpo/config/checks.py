@@ -36,13 +36,13 @@ class BatchPlan:
     num_generations: int
     num_minibatches: int
     num_iterations: int
-    given_rows: int = 0
+    off_policy_rows: int = 0
     """Completions per prompt that a feature supplies instead of the policy."""
 
     @cached_property
     def own_generations(self) -> int:
         """Completions per prompt that the policy samples."""
-        return self.num_generations - self.given_rows
+        return self.num_generations - self.off_policy_rows
 
     @cached_property
     def rows(self) -> int:
@@ -55,7 +55,7 @@ class BatchPlan:
         return self.num_iterations * self.num_minibatches
 
     def __str__(self) -> str:
-        given = f" ({self.given_rows} given)" if self.given_rows else ""
+        given = f" ({self.off_policy_rows} given)" if self.off_policy_rows else ""
         ranks, prompts = _counted(self.world_size, "rank"), _counted(self.prompts_per_rank, "prompt")
         passes, parts = _counted(self.num_iterations, "iteration"), _counted(self.num_minibatches, "minibatch")
         return (
@@ -86,7 +86,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
         num_generations=rollout.num_generations,
         num_minibatches=grpo.num_minibatches,
         num_iterations=grpo.num_iterations,
-        given_rows=config.given_rows,
+        off_policy_rows=config.off_policy_rows,
     )
 
 

@@ -125,7 +125,7 @@ class FeatureConfig:
     def training_prompts(self, data: DataConfig, sampler: Any, seed: int, check: Callable[[list[Any]], None]) -> Any:
         """Return the prompts to train on and how they are drawn (a `data.loader.TrainingPrompts`), which
         replace the core's; None if the feature does not change them. Called only if the feature is on. `sampler` has
-        the tokenizer, and the album that takes pictures (`run.sampling.Sampler`); `check` raises
+        the tokenizer, and the album that takes pictures (`run.sampling.SamplingContext`); `check` raises
         UserError for prompts that the model cannot read. Collective."""
         return None
 

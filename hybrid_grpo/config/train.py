@@ -111,12 +111,12 @@ class TrainConfig(ModelRunConfig):
         return max((feature.policy_waits for feature in self.active_features), default=0)
 
     @property
-    def given_rows(self) -> int:
+    def off_policy_rows(self) -> int:
         """Completions of each group that features supply instead of the policy."""
         return sum(feature.rows_per_group for feature in self.active_features)
 
     @property
-    def giver(self) -> str:
+    def off_policy_source(self) -> str:
         """The section of the feature that supplies completions; empty if the policy samples them all."""
         return next((feature.section for feature in self.active_features if feature.rows_per_group), "")
 
@@ -177,7 +177,10 @@ class TrainConfig(ModelRunConfig):
         carry = self.rollout.carry
         for is_set, what in (
             (self.grpo.dynamic_sampling, "grpo.dynamic_sampling compares all of them before it replaces some"),
-            (bool(self.giver), f"{self.giver} writes completions for prompts that are begun in the same step"),
+            (
+                bool(self.off_policy_source),
+                f"{self.off_policy_source} writes completions for prompts that are begun in the same step",
+            ),
         ):
             refuse(
                 is_set and bool(carry),

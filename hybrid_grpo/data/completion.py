@@ -44,7 +44,7 @@ class Prompt:
     """How the prompt's environment begins; None without `rollout.environment`."""
     pictures: tuple[Picture, ...] = ()
     """The pictures that it shows, in order; `token_ids` has their visual tokens."""
-    begun: int = 0
+    first_step: int = 0
     """Step in which its completions were begun, if that is an earlier one (`rollout.carry`), else 0."""
 
 

@@ -45,7 +45,7 @@ def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, ste
     """Return requests for completions. Their random streams depend neither on ranks nor on the order of prompts."""
     size = config.num_generations
     return [
-        request_of(p, config, [stream_key(seed, p.begun or step, p.epoch, p.id, k) for k in range(size)])
+        request_of(p, config, [stream_key(seed, p.first_step or step, p.epoch, p.id, k) for k in range(size)])
         for p in prompts
     ]
 

@@ -157,7 +157,7 @@ class Carry:
     def _carried(self, rollout: Rollout, index: int) -> OpenGroup:
         prompt, group = rollout.prompts[index], rollout.groups([index])
         completions = [completion.carry() for completion in group.completions]
-        return OpenGroup(self._serials[index], replace(prompt, begun=prompt.begun or self._step), completions)
+        return OpenGroup(self._serials[index], replace(prompt, first_step=prompt.first_step or self._step), completions)
 
     def numbers(self, rollout: Rollout) -> Numbers:
         """Return metrics of the groups that were learned from, and of those that are carried on."""
@@ -214,7 +214,7 @@ class Carry:
                     f"rollout.carry: the checkpoint carries completions of prompt {number}, which the data lacks or has"
                     " changed: resume with the same data, or start anew with another run.name"
                 )
-            prompt = replace(prompt, epoch=epoch, begun=group["serial"][0])
+            prompt = replace(prompt, epoch=epoch, first_step=group["serial"][0])
             completions = [completion_of(json.loads(record)) for record in group["completions"]]
             self._open.append(OpenGroup(tuple(group["serial"]), prompt, completions))
 

@@ -106,7 +106,7 @@ class Feature:
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         self.config, self.plan, self.inputs = config, plan, inputs
 
-    def under(self, config: TrainConfig, inputs: RunInputs) -> Feature:
+    def with_config(self, config: TrainConfig, inputs: RunInputs) -> Feature:
         """Return a copy in the current state, with the same models, to replay a step with other settings."""
         other = copy(self)
         other.config, other.inputs = config, inputs

@@ -54,7 +54,7 @@ def _plain(value: Any) -> Any:
     """Return a row's fields except those that the run adds; of other values, the type."""
     if not is_dataclass(value):
         return type(value).__name__
-    added = ("token_ids", "opening", "begun", "pictures", "path")
+    added = ("token_ids", "opening", "first_step", "pictures", "path")
     return {name: of for name, of in vars(value).items() if name not in added}
 
 

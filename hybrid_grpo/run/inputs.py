@@ -29,7 +29,7 @@ from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.scorer import Rewards, Timeline
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
-from hybrid_grpo.run.sampling import Sampler
+from hybrid_grpo.run.sampling import SamplingContext
 from hybrid_grpo.turns.environments.environments import rewards_of
 from hybrid_grpo.turns.partners import Partners, partners_of, with_tools
 from hybrid_grpo.turns.tools.tools import tool_names
@@ -65,7 +65,7 @@ class RewardSets:
 class EvalInputs:
     """The parts of an evaluation that do not need the model's weights."""
 
-    sampler: Sampler
+    sampler: SamplingContext
     rewards: Rewards
     """Rewards of the run, which are also used by held-out sets that have none of their own."""
     eval_sets: list[EvalSet]
@@ -133,7 +133,7 @@ class RunInputs(EvalInputs):
         sets = held_out_sets(config)
         reward_sets = RewardSets(config, sets)
         objective = load_objective(config.grpo)
-        sampler = Sampler.read(config.policy, config.rollout, needs_weights=config.needs_weights)
+        sampler = SamplingContext.read(config.policy, config.rollout, needs_weights=config.needs_weights)
         trains_tower = config.policy.vision == "trained" and sampler.album is not None
         check_lora(config.lora, sampler.model_config, tower=trains_tower)
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
@@ -197,7 +197,7 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
     """Read the inputs of an evaluation outside a run. Raises UserError if something is missing or does not fit."""
     sets = held_out_sets(config)
     reward_sets = RewardSets(config, sets)
-    sampler = Sampler.read(config.policy, config.rollout)
+    sampler = SamplingContext.read(config.policy, config.rollout)
     partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
     rewards = reward_sets.ready(sampler.tokenizer)
     eval_sets = [
@@ -208,7 +208,7 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
     return EvalInputs(sampler, rewards["rewards"], eval_sets, partners)
 
 
-def check_pictures(policy: PolicyConfig, sampler: Sampler, features: Sequence[FeatureConfig] = ()) -> None:
+def check_pictures(policy: PolicyConfig, sampler: SamplingContext, features: Sequence[FeatureConfig] = ()) -> None:
     """Raise UserError if prompts have pictures, and a setting in force cannot do with them."""
     if not sampler.sees:
         return
@@ -217,7 +217,7 @@ def check_pictures(policy: PolicyConfig, sampler: Sampler, features: Sequence[Fe
     sampler.check_sight(policy)
 
 
-def read_training_prompts(config: TrainConfig, sampler: Sampler, partners: Partners | None) -> TrainingPrompts:
+def read_training_prompts(config: TrainConfig, sampler: SamplingContext, partners: Partners | None) -> TrainingPrompts:
     """Read the training prompts. If a feature reads them itself, the first such feature decides how they are drawn."""
     data, seed = with_tools(config.data, partners), config.run.seed
     check = partial(sampler.check_readable, partners=partners)
@@ -239,7 +239,7 @@ def read_training_prompts(config: TrainConfig, sampler: Sampler, partners: Partn
 def read_eval_set(
     held_out: HeldOut,
     config: EvaluationConfig,
-    sampler: Sampler,
+    sampler: SamplingContext,
     partners: Partners | None,
     rewards: Rewards,
     trained: Sequence[Prompt],

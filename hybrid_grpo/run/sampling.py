@@ -27,7 +27,7 @@ _SAMPLING_IF_SET = (
 
 
 @dataclass(frozen=True)
-class Sampler:
+class SamplingContext:
     """What a model needs to sample completions, except its weights."""
 
     rollout: RolloutConfig
@@ -42,7 +42,7 @@ class Sampler:
     """Number of ids of the model that are not tokens, and so are never sampled."""
 
     @classmethod
-    def read(cls, policy: PolicyConfig, rollout: RolloutConfig, *, needs_weights: bool = True) -> Sampler:
+    def read(cls, policy: PolicyConfig, rollout: RolloutConfig, *, needs_weights: bool = True) -> SamplingContext:
         """Read all but weights. Raise UserError if the model cannot sample, or needed files are damaged or absent."""
         config = load_config(policy.model)
         check_architecture(config, rollout.decoder)

@@ -188,7 +188,7 @@ def test_groups_are_carried_as_the_definition_says_on_any_ranks_and_after_a_resu
             ):
                 (begun, _), place, streams, carried = groups[slot]
                 rows = home.groups([at]).completions
-                assert ((prompt.id, prompt.epoch), prompt.begun or begun) == (place, begun)
+                assert ((prompt.id, prompt.epoch), prompt.first_step or begun) == (place, begun)
                 assert [(c.token_ids, c.carried, c.finish) for c in rows] == [
                     (of, before, "stop") for of, before in zip(streams, carried, strict=True)
                 ]

@@ -44,7 +44,7 @@ def taken() -> dict[str, str]:
 
 def test_the_fingerprint_of_rows_is_that_of_runs_of_earlier_versions() -> None:
     """What a run adds to a prompt is not part of it: a resumed run would find other inputs."""
-    prompt = Prompt(3, "a=", [1, 2], {"answer": "b"}, begun=4)
+    prompt = Prompt(3, "a=", [1, 2], {"answer": "b"}, first_step=4)
     assert json.loads(_text(prompt)) == {"columns": {"answer": "b"}, "epoch": 0, "id": 3, "source": "", "text": "a="}
 
 

@@ -247,7 +247,7 @@ def test_a_skipped_step_is_counted_and_all_that_holds_weights_follows_the_engine
     policy, again = TinyPolicy(), TinyPolicy()
     followed, restarted = list[Any](), list[Any]()
     for one in (policy, again):
-        one.follow = lambda: followed.append(1)  # type: ignore[method-assign]
+        one.sync_dependents = lambda: followed.append(1)  # type: ignore[method-assign]
         one.movement.restart = lambda: restarted.append(1)  # type: ignore[method-assign]
     policy.engine.step = lambda lr: StepResult(1.0, lr != 0.8)  # type: ignore[method-assign]
     rates = [(policy.lr, policy.step())[0] for _ in range(4)]

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.sampling import Sampler
+from hybrid_grpo.run.sampling import SamplingContext
 
 
 class Names:
@@ -38,7 +38,7 @@ class Names:
     ],
 )
 def test_the_effective_sampling_is_told(settings, line):
-    assert Sampler(RolloutConfig(**settings), None, Names(), (2, 5)).fact == line
+    assert SamplingContext(RolloutConfig(**settings), None, Names(), (2, 5)).fact == line
 
 
 TOOLS = {"tools": ["calculator"], "max_turns": 3, "max_tool_tokens": 8}
@@ -50,6 +50,6 @@ TOOLS = {"tools": ["calculator"], "max_turns": 3, "max_tool_tokens": 8}
 )
 def test_positions_are_those_of_the_longest_sequence(settings, longest):
     rollout = RolloutConfig(max_completion_tokens=20, **settings)
-    Sampler(rollout, LlamaConfig(max_position_embeddings=longest), None, ()).check_room(10)
+    SamplingContext(rollout, LlamaConfig(max_position_embeddings=longest), None, ()).check_room(10)
     with pytest.raises(UserError, match=f"is {longest} tokens: limit {re.escape(rollout.lengths)} to {longest - 1}$"):
-        Sampler(rollout, LlamaConfig(max_position_embeddings=longest - 1), None, ()).check_room(10)
+        SamplingContext(rollout, LlamaConfig(max_position_embeddings=longest - 1), None, ()).check_room(10)

@@ -48,7 +48,7 @@ def _steps(policy: Policy, fault: str) -> dict[int, str]:
     if fault == "stuck":
         policy.engine.step = lambda lr: _undone(policy, update, lr)  # type: ignore[method-assign]
     for step in range(1, 11):
-        for _ in policy.learn([[1, 2]], [[3, 4, 5, 6]], lambda: None):
+        for _ in policy.accumulate_sft_gradient([[1, 2]], [[3, 4, 5, 6]], lambda: None):
             pass
         policy.step()
         if policy.frozen is not None:

@@ -15,7 +15,7 @@ from hybrid_grpo.data.batch import MicroBatch, Numbers
 from hybrid_grpo.data.loader import PromptLoader, rank_share
 from hybrid_grpo.distributed.ranks import all_reduce, rank, world_size
 from hybrid_grpo.model.upload import upload
-from hybrid_grpo.policy import Scorer
+from hybrid_grpo.policy import ScalarModelTrainer
 from hybrid_grpo.records.metrics.measurements import measure_machine
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Feature
@@ -63,12 +63,12 @@ class HeldOutPairs:
 class RewardTrainer(Stage):
     """One rank's part of training a reward model; `pairs` and `held_out` are the same on every rank."""
 
-    policy: Scorer
+    policy: ScalarModelTrainer
 
     def __init__(
         self,
         config: RewardStageConfig,
-        scorer: Scorer,
+        scorer: ScalarModelTrainer,
         pairs: list[Preference],
         held_out: list[Preference],
         device: torch.device,

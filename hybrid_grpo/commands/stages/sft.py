@@ -45,7 +45,7 @@ class SftTrainer(Stage):
         pairs = [pair for pair, _ in self.loader.next_batch()]
         tokens = sum(len(pair.completion_ids) for pair in pairs)
         prompt_ids, completion_ids = [p.prompt.token_ids for p in pairs], [p.completion_ids for p in pairs]
-        for loss, count in self.policy.learn(prompt_ids, completion_ids, self.progress.heartbeat):
+        for loss, count in self.policy.accumulate_sft_gradient(prompt_ids, completion_ids, self.progress.heartbeat):
             self.meter.add("sft/loss", loss, count)
         self.step_optimizer()
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

@@ -105,7 +105,7 @@ class Average(Feature):
         assert self._decay is not None
         engine = policy.engine
         trained, optimizer = engine.engine.module, engine.engine.optimizer
-        self.model = MovingAverage(trained, optimizer, engine.stage, self._decay, policy.follow)
+        self.model = MovingAverage(trained, optimizer, engine.stage, self._decay, policy.sync_dependents)
 
     def stepped(self) -> None:
         self.model.update()

@@ -16,7 +16,7 @@ from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.compatibility import check_compatible
 from hybrid_grpo.model.limits import check_lengths
 from hybrid_grpo.model.scalar_model import check_scalar
-from hybrid_grpo.policy import Policy, Scorer
+from hybrid_grpo.policy import Policy, ScalarModelTrainer
 from hybrid_grpo.run.feature import Advantages, Feature, Log, Scored
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.parts import SideModel
@@ -26,7 +26,7 @@ _FOLDER = "critic"
 """Name of the critic's folder in a checkpoint."""
 
 
-class Critic(Scorer, SideModel):
+class Critic(ScalarModelTrainer, SideModel):
     """Predicts, before each token of a completion, the reward that the completion will still earn.
 
     It reads the same tokens as the policy. The value of a token is computed from the hidden state at the token before

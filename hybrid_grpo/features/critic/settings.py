@@ -112,9 +112,9 @@ class CriticConfig(FeatureConfig):
             f"critic.warmup_steps {self.warmup_steps} leaves the policy none of run.steps {config.run.steps}: lower it",
         )
         refuse(
-            bool(config.giver),
-            f"critic.enabled learns the values of the policy's own completions, and {config.giver} brings others: set"
-            f" critic.enabled to false, or remove {config.giver}",
+            bool(config.off_policy_source),
+            f"critic.enabled learns the values of the policy's own completions, and {config.off_policy_source} brings"
+            f" others: set critic.enabled to false, or remove {config.off_policy_source}",
         )
 
     def _check_engine(self, policy: PolicyConfig, engine: EngineConfig) -> None:

@@ -128,9 +128,9 @@ class TeacherConfig(FeatureConfig):
             " rollout.environment appends what the policy reads: remove one of them",
         )
         refuse(
-            self.is_on and self.into == "advantage" and bool(config.giver),
-            f"teacher.into advantage is for tokens that the policy sampled, and {config.giver} brings others: set"
-            f" teacher.into to loss, or remove teacher or {config.giver}",
+            self.is_on and self.into == "advantage" and bool(config.off_policy_source),
+            f"teacher.into advantage is for tokens that the policy sampled, and {config.off_policy_source} brings"
+            f" others: set teacher.into to loss, or remove teacher or {config.off_policy_source}",
         )
         for is_set, what in (
             (self.into == "loss", "teacher.into loss compares whole vocabularies"),

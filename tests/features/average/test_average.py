@@ -37,7 +37,7 @@ class Steps(Stage):
         average.load(self.policy)
         self.features = Features([average])
 
-    def follow(self) -> None:
+    def sync_dependents(self) -> None:
         self.followed.append(self.own.flats[0].clone())
 
     def step(self, step: int = 0) -> Any:

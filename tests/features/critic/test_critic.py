@@ -23,7 +23,7 @@ from hybrid_grpo.features.critic.critic import Critic
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model
 from hybrid_grpo.model.sidecars import TokenRow
-from hybrid_grpo.policy import Scorer
+from hybrid_grpo.policy import ScalarModelTrainer
 from hybrid_grpo.run.feature import Scored
 
 
@@ -94,7 +94,9 @@ class Table:
 def test_a_critic_learns_the_returns_at_its_own_rate_and_at_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all optimizer steps of the run, at a rate that falls to 0; the policy waits for the first two steps."""
     made: dict[str, Any] = {}
-    monkeypatch.setattr(Scorer, "__init__", lambda self, policy, *_, **given: made.update(given, policy=policy))
+    monkeypatch.setattr(
+        ScalarModelTrainer, "__init__", lambda self, policy, *_, **given: made.update(given, policy=policy)
+    )
     own = {"enabled": True, "lr": 0.5, "warmup_steps": 2, "clip": 0.0, "whiten": False}
     config = build_config(TrainConfig, {
         "run": {"steps": 3}, "critic": own, "policy": {"model": "m", "lr": 1e-6, "lr_schedule": "linear"},
