@@ -5,7 +5,6 @@ Needs playwright (`pip install playwright`) and a Chromium, whose path is in CHR
 
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,11 +14,9 @@ from typing import Any
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 SIZES = {"wide": (1280, 860), "large": (1600, 1000), "phone": (390, 844)}
-PROMPTS = 10_000
 VIEWS = {
     "curves": ".chart .u-over",
     "samples": ".rows .sample",
-    "prompts": "#prompts .cells",
     "step": "#step .stage",
     "settings": ".config",
 }
@@ -83,22 +80,16 @@ def until(tab: Any, expression: str, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def write_details(folder: Path, steps: int, prompts: int = 32) -> None:
+def write_details(folder: Path, steps: int) -> None:
     """details.jsonl of `steps` steps on two ranks, in the form described in docs/watch.md."""
-    drawn = random.Random(1)
     times = [round(0.02 * at, 3) for at in range(64)]
     busy = [24 if at < 40 else 63 - at for at in range(64)]
     decoder = {"t": times, "decoding": busy, "waiting": [1] * 64, "queued": [max(0, 40 - at) for at in range(64)]}
     stages = [[["generate", 0.0, end], ["reward_wait", end, end + 0.1], ["train", 3.1, 4.2]] for end in (1.2, 3.0)]
-    rest = json.dumps({"stages": stages, "decoder": [{**decoder, "slots": 24, "pages_used_max": 0.8}] * 2})[1:]
-    edges = [round(at / 20, 3) for at in range(21)]
+    rest = {"stages": stages, "decoder": [{**decoder, "slots": 24, "pages_used_max": 0.8}] * 2}
     with (folder / "details.jsonl").open("w") as file:
         for step in range(1, steps):
-            groups = [[drawn.randrange(PROMPTS), round(drawn.random(), 4), 0.3] for _ in range(prompts)]
-            counts = [drawn.randrange(50) + 1 for _ in range(20)]
-            shapes = {name: {"edges": edges, "counts": counts} for name in ("reward", "length", "entropy")}
-            noted = {"step": step, "prompts": groups, **({"histograms": shapes} if step % 10 == 0 else {})}
-            file.write(json.dumps(noted)[:-1] + ", " + rest + "\n")
+            file.write(json.dumps({"step": step, **rest}) + "\n")
 
 
 def open_tokens(tab: Any, step: int, number: int = 0) -> None:

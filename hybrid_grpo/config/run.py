@@ -114,9 +114,9 @@ class LogConfig:
     parquet."""
     histograms_every: Whole = 10
     """Steps between histograms of rewards, lengths and advantages; 0 makes none. Trackers show them for the rollouts
-    that are written; details.jsonl has them together with histograms of tokens."""
+    that are written."""
     details: Switch = True
-    """Write details.jsonl: the groups of each step, its stages on every rank and the timeline of decoding."""
+    """Write details.jsonl: the stages of each step on every rank and the timeline of decoding."""
     profile: Count | list[Count] = field(default_factory=list)
     """Step, or list of steps, that torch's profiler traces. The run's profile/ gets each rank's trace, and a table of
     each stage's slowest operations. A profiled step takes longer. Default: none."""

@@ -9,7 +9,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,25 +23,19 @@ from hybrid_grpo.records.json_lines import Record
 from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.metrics_file import MetricsFile
-from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import line_number, read_rewards, read_row, rivals, summarize
 from hybrid_grpo.watch.tokens import TokenReader
-from hybrid_grpo.watch.trace_file import TraceFile
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
 _POINTS = 300
 """Approximate number of points of a curve."""
-_CELLS = {"rows": 60, "columns": 100}
-"""Size of the map of prompts."""
 _BYTES, _LARGEST = 250_000, 2**21
 """Maximum size of a step's completions, including their tokens, and the same if there are only one or two."""
 _WITH_TOKENS = 16
 """Number of completions of a step that may include their tokens, which take time to read."""
-_READ_S, _DAMAGED_S = 60.0, 2.0
-"""Maximum number of seconds for reading a large run's metrics, and again for reading the traces of its steps, and the
-same for files that no run writes (`is_worth_time`)."""
+_READ_S = 60.0
+"""Maximum number of seconds for reading a large run's metrics."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 """Content security policy that keeps the file from loading anything from a network, whatever completions contain."""
 
@@ -51,7 +45,7 @@ def write_report(folder: Path) -> Path:
     folders = Folders([folder])
     run = next(iter(folders.runs.values())) if (folder / "metrics.jsonl").is_file() else None
     if run is not None:
-        _read_all(run.numbers, run.refresh)
+        _read_all(run)
     if run is None or not run.table.rows:
         raise UserError(f"{folder} has no metrics.jsonl with a step in it: give the folder of a run")
     path = folder / "report.html"
@@ -64,19 +58,16 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def _read_all(file: MetricsFile | TraceFile, read: Callable[[float], Any]) -> None:
-    """Read a file of the run with the function `read`, as far as time permits."""
+def _read_all(run: WatchedRun) -> None:
+    """Read the run's metrics, as far as time permits."""
     start = time.monotonic()
-    while True:
-        read(0.5)
-        most = _READ_S if file.is_worth_time else _DAMAGED_S
-        if file.share_read == 1 or time.monotonic() - start > most:
-            return
+    run.refresh(0.5)
+    while run.numbers.share_read < 1 and time.monotonic() - start < _READ_S:
+        run.refresh(0.5)
 
 
 def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     """Return the answers to the page's questions about the run, by question; see page/frozen.js."""
-    _read_all(run.trace, run.trace.read)
 
     def ask(question: str, **given: Any) -> Any:
         return getattr(answers, question)(QueryParams({"run": run.name, **given}))
@@ -102,7 +93,6 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
         "settings": ask("settings"),
         "console": [],
         "times": ask("times"),
-        "prompts": {order: {**ask("prompts", order=order, **_CELLS), "read": 1} for order in ("", *ORDERS)},
         "samples": {
             "steps": [min(files), max(files)] if files else None,
             "count": len(files),
@@ -111,12 +101,8 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
         },
         "step": {
             "steps": newest["steps"],
-            "over_time": newest["over_time"],
             "kept": [
-                {
-                    "details": {name: one["details"].get(name) for name in ("step", "stages", "decoder")},
-                    "histograms": one["histograms"],
-                }
+                {"details": {name: one["details"].get(name) for name in ("step", "stages", "decoder")}}
                 for _, one in sorted(steps.items())
             ],
         },

@@ -45,11 +45,6 @@ class MetricsFile:
         """The table; while a large file is still being read, a sample of lines from all over it."""
         return self.table if self._glimpse is None else self._glimpse
 
-    @property
-    def is_worth_time(self) -> bool:
-        """Whether the file is what a run writes: most of its lines are rows, and the table has them all."""
-        return self.table.is_whole and self.damaged <= self.table.rows
-
     def read(self, seconds: float) -> bool:
         """Read what was appended, for about `seconds` at most; return whether `shown` has changed."""
         changed, before = self._lines.check(), self._lines.place

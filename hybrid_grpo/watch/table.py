@@ -34,11 +34,6 @@ class Table:
         """All names that any row had, in the order of their first appearance."""
         return list(self._columns)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every row that was added is kept."""
-        return self._stride == 1
-
     def append(self, row: dict[str, float | None]) -> bool:
         """Add a row, in which None means NaN, and return True. Return False, and leave the table as it is, if the row's
         step is not after the last one, if a value is not a number, or if names are too many or too long."""

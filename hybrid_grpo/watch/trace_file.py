@@ -1,7 +1,6 @@
 """Reads details.jsonl, the traces of a run's steps (`records/step_trace.py`).
 
-A single step is found by bisection, since the lines are in the order of their steps. The rewards of prompts and the
-histograms of all steps are gathered by reading the file once, as it is written.
+A step is found by bisection, since the lines are in the order of their steps.
 """
 
 import os
@@ -12,9 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hybrid_grpo.records.json_lines import GrowingFile, Record, open_file, parse_step, read_lines
-from hybrid_grpo.watch.histograms import Histograms
-from hybrid_grpo.watch.prompt_rewards import PromptRewards
+from hybrid_grpo.records.json_lines import Record, open_file, parse_step, read_lines
 
 _STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
@@ -22,39 +19,6 @@ _NEAR = 2**18
 _END = 2**20
 _SECONDS = 0.3
 """The search for a step gives up after this time; usually it takes milliseconds."""
-
-
-class TraceFile(GrowingFile):
-    """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, self._take, self._forget)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.rewards, self.histograms = PromptRewards(), Histograms()
-        self._useful = self._useless = 0
-
-    @property
-    def is_worth_time(self) -> bool:
-        """Whether the file is what a run writes: most of its lines have rewards or histograms."""
-        return self._useless <= self._useful
-
-    def read(self, seconds: float) -> None:
-        """Read what was added, for about `seconds` at most."""
-        self.check()
-        super().read(seconds)
-
-    def _take(self, line: bytes) -> None:
-        # Most of the line comes after this, and is not needed here.
-        kept, cut, _ = line.partition(b'"stages":')
-        trace = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
-        is_useful = trace is not None and ("prompts" in trace or "histograms" in trace)
-        self._useful += is_useful
-        self._useless += not is_useful
-        if trace is not None:
-            self.rewards.append(trace["step"], trace.get("prompts"))
-            self.histograms.append(trace["step"], trace.get("histograms"))
 
 
 def read_step(path: Path, step: int | None) -> Record | None:

@@ -18,14 +18,13 @@ import yaml
 from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord, joined
 from hybrid_grpo.records.console_log import CONSOLE_FILE
-from hybrid_grpo.records.files import TRACE_FILE, FilesByStep, rollout_files
+from hybrid_grpo.records.files import FilesByStep, rollout_files
 from hybrid_grpo.records.json_lines import last_lines, open_file, parse_step
 from hybrid_grpo.records.lock import state_of
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
 from hybrid_grpo.watch.metrics_file import MetricsFile, last_row
 from hybrid_grpo.watch.rollouts import number
 from hybrid_grpo.watch.table import Column, Table
-from hybrid_grpo.watch.trace_file import TraceFile
 
 AXES = ("step", "tokens", "hours")
 """The x axes of curves: steps, tokens so far (sampled or, in a supervised run, trained on), and hours worked so far."""
@@ -57,11 +56,10 @@ class WatchedRun:
         """`name` is the run's name on the page, which is unique among the watched runs."""
         self.name, self.folder = name, folder
         self.lock = threading.Lock()
-        """Held while metrics or traces are read."""
+        """Held while metrics are read."""
         self._cached: dict[str, tuple[int, Any]] = {}
         """By path in the folder, the time of the path's last change, and what was read from it."""
         self.numbers = MetricsFile(folder / "metrics.jsonl")
-        self.trace = TraceFile(folder / TRACE_FILE)
         self.version = next(_VERSIONS)
         """Changes whenever the metrics have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})

@@ -151,25 +151,15 @@ def test_where_the_time_of_all_steps_went(make_run):
     assert page.ask("times", run="two") is None
 
 
-def test_rewards_of_prompts_and_a_step_s_details(folder):
+def test_a_step_s_trace(folder):
     page = Page(folder)
-    assert page.ask("prompts", run="one")["prompts"] == 0
-    assert page.ask("step", run="one")["details"] is None
-    histogram = {"reward": {"edges": [0, 1, 2], "counts": [1, 3]}}
+    assert page.ask("step", run="one") == {"details": None, "steps": None}
     with (folder / "details.jsonl").open("w") as file:
         for step in range(1, 11):
-            noted = {"step": step, "prompts": [[prompt, step * prompt / 10, 0.1] for prompt in (3, 5)]}
-            file.write(json.dumps(noted | ({"histograms": histogram} if step % 5 == 0 else {})) + "\n")
-    answer = page.ask("prompts", run="one", order="mean", first=2, last="9")
-    assert (answer["names"], answer["steps"], answer["first"], answer["last"]) == ([3, 5], [1, 10], 2, 9)
-    assert answer["means"] == [[round(step * prompt / 10, 4) for step in range(2, 10)] for prompt in (3, 5)]
-    assert page.ask("prompts", run="one", low=1, high=9)["names"] == [5]
-    newest = page.ask("step", run="one")
-    assert (newest["details"]["step"], newest["steps"], newest["histograms"]["step"]) == (10, [1, 10], 10)
-    assert newest["histograms"]["by_name"]["reward"] == {"edges": [0, 1, 2], "counts": [1, 3]}
-    assert newest["over_time"]["reward"]["steps"] == [5, 10]
+            print(json.dumps({"step": step, "stages": [[["generate", 0.0, step]]]}), file=file)
+    assert page.ask("step", run="one")["details"]["step"] == 10
     earlier = page.ask("step", run="one", step=4)
-    assert (earlier["details"]["prompts"][0], earlier["histograms"]) == ([3, 1.2, 0.1], None)
+    assert earlier == {"details": {"step": 4, "stages": [[["generate", 0.0, 4]]]}, "steps": [1, 10]}
     assert page.ask("runs", run="one")["open"][0]["details"] > 0
 
 
@@ -189,7 +179,7 @@ def test_rewards_of_prompts_and_a_step_s_details(folder):
         ("/api/times", {}, 400),
         ("/api/tokens", {"run": "one"}, 404),
         ("/api/curves", {"run": "one", "axis": "years"}, 400),
-        ("/api/prompts", {"run": "one", "order": "colour"}, 400),
+        ("/api/samples", {"run": "one", "order": "colour"}, 400),
         ("/api/step", {}, 400),
         ("/page/../server.py", {}, 404),
         ("/page/%2e%2e/server.py", {}, 404),

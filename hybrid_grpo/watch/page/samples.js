@@ -112,11 +112,6 @@ export function showSamples() {
 }
 
 // Completions of a run by what the search form has: its fields by name.
-export function findSamples(name, query) {
-  form.elements.run.value = name;
-  open(name, query);
-}
-
 function open(name, query = null) {
   run = name;
   chosen = null;
