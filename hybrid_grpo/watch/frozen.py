@@ -24,7 +24,7 @@ from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.rollouts import line_number, read_rewards, read_row, rivals, summarize
-from hybrid_grpo.watch.tokens import TokenReader
+from hybrid_grpo.watch.tokens import read_tokens
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
@@ -51,7 +51,7 @@ def write_report(folder: Path) -> Path:
     path = folder / "report.html"
     text = _in_one_file(run.name, _frozen(run, Answers(folders)))
     try:
-        replace_text(path, text, of_a_stranger=True)
+        replace_text(path, text)
     except OSError as error:
         problem = f"{error.filename or path} cannot be written: {error.strerror}: remove what is in its place, make"
         raise UserError(f"{problem} room, or print a summary with hybrid-grpo report {folder} --text") from None
@@ -97,7 +97,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
             "steps": [min(files), max(files)] if files else None,
             "count": len(files),
             "kept": saved,
-            "rows": [row for step in saved for row in _samples(run.folder, step, files[step], answers.token_reader)],
+            "rows": [row for step in saved for row in _samples(run.folder, step, files[step])],
         },
         "step": {
             "steps": newest["steps"],
@@ -130,7 +130,7 @@ def _short(value: float) -> float | int:
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
 
 
-def _samples(folder: Path, step: int, path: Path, reader: TokenReader) -> Iterator[dict[str, Any]]:
+def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
     """Yield as many completions of a step as fit in `_BYTES`, each with its `row` in the list, `all` that was saved,
     `tokens`, and `rival` (see `rivals`). The best and the worst of each group come first, starting with the groups
     whose rewards differ most. The first `_WITH_TOKENS` have tokens if these fit. The first two are yielded in any case,
@@ -154,7 +154,7 @@ def _samples(folder: Path, step: int, path: Path, reader: TokenReader) -> Iterat
         if row is None:  # the file has changed
             return
         number = line_number(path, offset) if count < _WITH_TOKENS else None
-        record = None if number is None else reader.read(folder, step, number, row.get("sample"))
+        record = None if number is None else read_tokens(folder, step, number, row.get("sample"))
         row |= {"pictures": shown(folder, row)}
         summary = {**summarize(row, step, offset), "rewards": groups[rewards[offset][0]]}
         sample = {"row": summary, "all": row, "rival": compared.get(offset)}

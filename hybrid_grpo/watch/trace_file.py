@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hybrid_grpo.records.json_lines import Record, open_file, parse_step, read_lines
+from hybrid_grpo.records.json_lines import Record, parse_step, read_lines
 
 _STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
@@ -24,7 +24,7 @@ _SECONDS = 0.3
 def read_step(path: Path, step: int | None) -> Record | None:
     """Return the trace of the newest step, or of the newest that is not after `step`; None if there is none."""
     deadline, found = time.monotonic() + _SECONDS, b""
-    with suppress(OSError), open_file(path) as file:
+    with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         begin = max(0, size - _END) if step is None else _before(file, size, step, deadline)
         for _, number, line in _steps(file, begin, deadline):
@@ -49,7 +49,7 @@ def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
 
 def first_step(path: Path) -> int | None:
     """Return the first step of a file; None if it has no steps or cannot be read."""
-    with suppress(OSError), open_file(path) as file:
+    with suppress(OSError), path.open("rb") as file:
         return next((number for _, number, _ in _steps(file, 0, time.monotonic() + _SECONDS)), None)
     return None
 
@@ -59,6 +59,6 @@ def _steps(file: BinaryIO, begin: int, deadline: float) -> Iterator[tuple[int, i
     for offset, line in read_lines(file, begin):
         if time.monotonic() > deadline:
             return
-        match = _STEP.match(line) if line and line.endswith(b"\n") else None
-        if line and match:
+        match = _STEP.match(line) if line.endswith(b"\n") else None
+        if match:
             yield offset, int(match[1]), line

@@ -1,7 +1,11 @@
 import asyncio
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import psutil
@@ -9,9 +13,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from paths import ROOT
+from starlette.datastructures import QueryParams
 
 from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
 from hybrid_grpo.watch import server
+from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
 
 
@@ -231,3 +237,51 @@ def test_ids_that_the_page_looks_for_are_in_it():
     for path in folder.glob("*.js"):
         for name in re.findall(r'byId\("([^"]+)"\)', path.read_text()):
             assert f'id="{name}"' in page, f"{path.name}: {name}"
+
+
+def test_a_run_that_takes_long_holds_up_no_other(tmp_path: Path) -> None:
+    for name in ("slow", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}\n')
+    folders = Folders([tmp_path])
+    answers, app = Answers(folders), server.application(folders)
+
+    async def ask(run: str) -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            return (await client.get("/api/charts", params={"run": run})).status_code
+
+    async def ask_both() -> None:
+        with folders.runs["slow"].lock:
+            waiting = asyncio.create_task(ask("slow"))
+            assert await asyncio.wait_for(ask("other"), 5) == 200
+            assert not waiting.done()
+        assert await asyncio.wait_for(waiting, 5) == 200
+
+    asyncio.run(ask_both())
+    assert answers.answer("charts", QueryParams({"run": "other"})) == []
+
+
+@pytest.mark.process
+def test_sigterm_ends_the_server_while_it_reads(tmp_path: Path) -> None:
+    """It was ignored until an answer was made."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    program = (
+        "import sys, time; from pathlib import Path; from hybrid_grpo.watch import server, answers, folders\n"
+        "answers.Answers.charts = lambda self, given: time.sleep(1000)\n"
+        "listener = server.listen(0)\n"
+        "announce = lambda: print(listener.getsockname()[1], flush=True)\n"
+        "server.serve(server.application(folders.Folders([Path(sys.argv[1])])), listener, announce)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            assert process.stdout
+            port = int(process.stdout.readline())
+            with socket.create_connection(("127.0.0.1", port)) as asking:
+                asking.sendall(b"GET /api/charts HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+                assert httpx.get(f"http://127.0.0.1:{port}/api/runs").status_code == 200
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=5) == 0
+        finally:
+            process.kill()
