@@ -86,8 +86,7 @@ class WatchedRun:
         return cached and cached[1]
 
     def config(self) -> tuple[str, dict[str, Any]]:
-        """Return the text of config.yaml, and its settings by section, of which there are none if the file is missing or
-        damaged."""
+        """Return the text of config.yaml, and its settings by section; none if it is missing or damaged."""
         return _read_config(self.folder / "config.yaml")
 
     def rollouts(self) -> FilesByStep:
