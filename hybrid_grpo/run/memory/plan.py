@@ -11,19 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.distributed.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.generation import Workspace
-from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.state_pool import rows_for
-from hybrid_grpo.model.loading import load_config, parameters_of
+from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import reference, remedies
@@ -105,19 +102,8 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
     tower = tower_sizes(config.policy, config.lora, model_config, album)
-    return Plan(
-        config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, user, tower, measured
-    )
-
-
-def _user_bytes(config: TrainConfig, longest: int, hardware: Hardware) -> int:
-    if not (name := config.rollout.user_model):
-        return 0
-    dtype = config.policy.dtype
-    _, kept = user_workspace(config.rollout, load_config(name), dtype, longest, hardware.device_bytes)
-    return getattr(torch, dtype).itemsize * parameters_of(name) + (kept if hardware.on_gpu else 0)
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, tower, measured)
 
 
 @dataclass
@@ -138,8 +124,6 @@ class Plan:
     held_out_longest: int = 0
     """Number of tokens in the longest prompt of an evaluation with its completion."""
     features: Sequence[FeatureMemory] = ()
-    user: int = 0
-    """Bytes of the model that plays the user and, on a GPU, of the memory for decoding that it keeps."""
     tower: TowerSizes = NO_TOWER
     measured: Callable[[TrainConfig, BatchPlan], Sizes] | None = None
     """Makes another dry run, for other settings of `policy`; takes seconds."""
@@ -263,9 +247,8 @@ class Plan:
             Part("weights", 0 if self.hosted else self.dtype * self.n // shards, remedies.fewer_weights(self)),
             self.reward_models(on_host=False),
         ]
-        user = Part("user", self.user, "a smaller rollout.user_model")
         tower = self.tower.at_rest(self.dtype, shards, has_reference=self.config.grpo.has_reference)
-        parts += [*self.feature_parts(on_host=False), user, tower]
+        parts += [*self.feature_parts(on_host=False), tower]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
