@@ -159,7 +159,7 @@ def read_recipe(path: Path, hint: Any = Any) -> Settings:
     for name, default in GONE.items():
         section, _, key = name.partition(".")
         values = settings.get(section)
-        if isinstance(values, dict) and values.get(key) == default:
+        if isinstance(values, dict) and key in values and values[key] == default:
             del values[key]
             if not values:
                 del settings[section]
