@@ -58,9 +58,7 @@ setup(
         "math": ["math-verify[antlr4_13_2]>=0.9"],
         # SmolVLM's processor spells numbers.
         "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
-        "search": ["bm25s>=0.3"],
         "dev": [
-            "bm25s>=0.3",
             "ftfy>=6.3",
             "hypothesis>=6.100",
             "import-linter>=2.1",

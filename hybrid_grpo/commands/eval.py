@@ -105,7 +105,6 @@ def measure(config: EvaluateConfig) -> Measured:
     if rank() == 0 and any(warnings):
         print(max(warnings), file=sys.stderr, flush=True)
     inputs.load_models(engine.OffloadedModel)
-    inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     reading = Reading(sight_of(inputs.sampler.album, config.policy, device))
     meter = inputs.meter(device)

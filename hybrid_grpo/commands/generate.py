@@ -98,8 +98,6 @@ def generate(
     bar = Progress(console=console, disable=not shown, redirect_stdout=False, redirect_stderr=False)
     with output as write:
         device = _device()
-        if partners is not None:
-            partners.load(device, rollout.longest(max(len(prompt.token_ids) for prompt in prompts)))
         model = load_model(config.policy, attention_of(rollout.decoder)).to(device).eval()
         reading = Reading(sight_of(sampler.album, config.policy, device))
         requests = requests_of(prompts, rollout, config.run.seed, step=0)

@@ -134,7 +134,6 @@ def make_trainer(
     from hybrid_grpo.trainer import Trainer
 
     inputs.load_models(engine.OffloadedModel)
-    inputs.load_user(device, config.rollout.longest(inputs.longest_prompt))
     policy = Policy(
         config.policy,
         config.engine,

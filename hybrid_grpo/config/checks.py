@@ -152,11 +152,10 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
     )
-    for package in config.log.trackers:
-        refuse(
-            not _is_installed(package) and not (package == "wandb" and config.log.wandb == "disabled"),
-            f"log.trackers {package}: the package is not installed: pip install {package}, or remove it",
-        )
+    refuse(
+        config.log.wandb != "disabled" and not _is_installed("wandb"),
+        f"log.wandb {config.log.wandb}: the package is not installed: pip install wandb, or set disabled",
+    )
     _check_run_folder(config.run.dir)
     config.engine.check(world_size)
     check_data(config.data)

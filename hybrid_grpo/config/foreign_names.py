@@ -43,7 +43,7 @@ def value_here(value: Any, *names: str) -> Any:
     table: dict[str, Any] = next((tables[name] for name in names if name in tables), {})
     if isinstance(value, list):
         parts = [value_here(part, *names) for part in value]
-        return [part for part in parts if part != {}]
+        return [part for part in parts if part != {}] or {}
     return table.get(str(value).lower(), table.get("*", value))
 
 

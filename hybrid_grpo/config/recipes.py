@@ -19,12 +19,7 @@ EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0
 _DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER, _MOST_DIRECTIVES = 50, 100_000, 2**20, 300, 100
 """Limits of YAML input. Beyond them it is a mistake or a trap: aliases and merges turn a few lines into terabytes."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-
-GONE: dict[str, Any] = {
-    **{"streaming.enabled": False, "streaming.block": 10_000, "log.wandb_view": False},
-    **{"languages.names": [], "languages.column": None, "ptx.coef": 0.0, "ptx.path": "", "ptx.subset": None},
-    **{"ptx.split": "train", "ptx.column": "text", "ptx.limit": None, "ptx.rows_per_step": 32, "ptx.max_tokens": 512},
-}
+GONE: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "removed_settings.yaml").read_text(encoding="utf-8"))
 """Settings that earlier versions had, with their defaults, which the files of their runs hold and which are ignored."""
 
 
@@ -164,7 +159,7 @@ def read_recipe(path: Path, hint: Any = Any) -> Settings:
     for name, default in GONE.items():
         section, _, key = name.partition(".")
         values = settings.get(section)
-        if isinstance(values, dict) and values.get(key) == default:
+        if isinstance(values, dict) and key in values and values[key] == default:
             del values[key]
             if not values:
                 del settings[section]

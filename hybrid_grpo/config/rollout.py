@@ -20,7 +20,6 @@ from hybrid_grpo.config.fields import (
     Name,
     NotNegative,
     Number,
-    Place,
     Positive,
     PositiveShare,
     Seconds,
@@ -195,12 +194,6 @@ class RolloutConfig:
     """Function that plays the user, as `path/to/file.py:name`. After each turn of the model without tool calls, it is
     called with the `messages` so far and the columns that it has arguments for. It returns what the user says, or None
     to end the conversation. See docs/users.md."""
-    user_model: Annotated[Place | None, _OF_TURNS] = None
-    """Folder or hub name of a model that plays the user. Every rank holds all of it, in addition to the policy."""
-    user_prompt: Annotated[Text | None, _OF_TURNS] = None
-    """System prompt of `user_model`: the user's role and goal. `{name}` is replaced by that column of the row."""
-    user_temperature: Annotated[NotNegative, _OF_TURNS] = 1.0
-    """Softmax temperature of `user_model`."""
     user_stop: Annotated[list[Text], _OF_TURNS] = field(default_factory=list)
     """The user ends the conversation by saying one of these texts. An empty message ends it too."""
 
@@ -210,15 +203,10 @@ class RolloutConfig:
         return max(1, round(self.carry * self.prompts_per_step)) if self.carry else 0
 
     @property
-    def user_setting(self) -> str | None:
-        """The name of the setting that defines who plays the user; None if there is no user."""
-        return "rollout.user" if self.user is not None else "rollout.user_model" if self.user_model else None
-
-    @property
     def turns_setting(self) -> str | None:
         """The name of a setting that gives completions several turns; None if there is none."""
-        asked = ("tools", self.tools), ("environment", self.environment)
-        return next((f"rollout.{name}" for name, value in asked if value), self.user_setting)
+        asked = ("tools", self.tools), ("environment", self.environment), ("user", self.user)
+        return next((f"rollout.{name}" for name, value in asked if value), None)
 
     @property
     def has_turns(self) -> bool:
@@ -261,20 +249,8 @@ class RolloutConfig:
         )
         refuse(self.environment == {}, "rollout.environment is an empty mapping: name an environment, or remove it")
         refuse(
-            self.user is not None and self.user_model is not None,
-            "rollout.user and rollout.user_model both play the user: remove one of them",
-        )
-        refuse(
-            self.user_model is not None and self.user_prompt is None,
-            "rollout.user_model needs to know whom it plays: set rollout.user_prompt",
-        )
-        refuse(
-            self.user_prompt is not None and self.user_model is None,
-            "rollout.user_prompt has no effect without rollout.user_model, which reads it: set it, or take this out",
-        )
-        refuse(
-            bool(self.user_stop) and self.user_setting is None,
-            "rollout.user_stop has no effect without rollout.user or rollout.user_model: set one, or take this out",
+            bool(self.user_stop) and self.user is None,
+            "rollout.user_stop has no effect without rollout.user: set that, or remove this",
         )
         refuse(
             self.environment_processes is not None and not self.environment,

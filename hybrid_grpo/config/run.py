@@ -11,7 +11,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.about import MAY_CHANGE, OF_PLACE, About
-from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION, Count, Duration, Name, NotNegative, Place, Positive, Switch, Text, Whole
 
 NAMED_BY_TIME = "{}-" + "[0-9]" * 8 + "-" + "[0-9]" * 6
@@ -81,22 +81,16 @@ class CheckpointConfig:
         return self.asynchronous and self.is_on
 
 
-TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
-"""The trackers that log.trackers may name, each called like its Python package."""
-
-
 @dataclass(frozen=True, config=SECTION)
 class LogConfig:
     """What is shown and written during the run."""
 
     about = About(unused_by="plan", may_change=True, is_place=True)
-    trackers: list[Text] = field(default_factory=lambda: ["wandb"])
-    """Where the run is shown live: any of wandb, tensorboard, trackio and mlflow. A tracker that fails does not affect
-    the run."""
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], About(usual=6)] = "auto"
-    """`auto` is online if an account is configured, and offline otherwise."""
+    """`auto` is online if an account is configured, and offline otherwise. A failure of wandb does not affect the
+    run."""
     wandb_project: Text = "hybrid_grpo"
-    """Project on wandb and trackio, experiment on MLflow."""
+    """Project on wandb."""
     wandb_entity: Text | None = None
     """Team or user on wandb. Default: the default of the account."""
     group: Text | None = None
@@ -108,29 +102,25 @@ class LogConfig:
     job_type: Text | None = None
     """Kind of run inside its group, such as baseline. Default: none."""
     rollouts_every: Whole = 1
-    """Steps between rollouts that are written to rollouts/ and sampled for the trackers; 0 writes none."""
+    """Steps between rollouts that are written to rollouts/ and sampled for wandb; 0 writes none."""
     tokens: Switch = True
     """Also write the tokens of each rollout that is written, with their texts, log-probabilities and advantages, as
     parquet."""
     histograms_every: Whole = 10
-    """Steps between histograms of rewards, lengths and advantages; 0 makes none. Trackers show them for the rollouts
-    that are written; details.jsonl has them together with histograms of tokens."""
+    """Steps between histograms of rewards, lengths and advantages; 0 makes none. wandb shows them for the rollouts that
+    are written."""
     details: Switch = True
-    """Write details.jsonl: the groups of each step, its stages on every rank and the timeline of decoding."""
+    """Write details.jsonl: the stages of each step on every rank and the timeline of decoding."""
     profile: Count | list[Count] = field(default_factory=list)
     """Step, or list of steps, that torch's profiler traces. The run's profile/ gets each rank's trace, and a table of
     each stage's slowest operations. A profiled step takes longer. Default: none."""
 
     @model_validator(mode="after")
     def _check(self) -> LogConfig:
-        unknown = next((name for name in self.trackers if name not in TRACKERS), "")
-        refuse(unknown != "", f"log.trackers {unknown} is not a tracker: {did_you_mean(unknown, TRACKERS)}")
         refuse(
             len(set(self.profiled)) < len(self.profiled),
             f"log.profile {self.profile} names a step twice: remove one",
         )
-        twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
-        refuse(twice is not None, f"log.trackers names {twice} twice: remove one")
         return self
 
     @property

@@ -34,7 +34,7 @@ _ARGUMENT = re.compile(
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return settings with masked secrets, as the run's files, trackers and report show them.
+    """Return settings with masked secrets, as the run's files, wandb and the report show them.
 
     `value` is a setting, or nested mappings and lists of settings. Secrets are recognized by their names, at any depth,
     and by the form of tokens, headers and addresses with a login.

@@ -1,4 +1,4 @@
-"""Memory for decoding of models that generate beside the policy, as one that plays the user."""
+"""Memory for decoding of a model that generates beside the policy."""
 
 from typing import Any
 
@@ -27,12 +27,3 @@ def workspace_beside(
     graphs = bytes_of(slots) + slots * model_config.get_text_config().vocab_size * itemsize
     taken = (slots * pages + 2) * page_bytes + graphs if config.decoder == "paged" else 0
     return Workspace(slots, tokens), taken
-
-
-def user_workspace(
-    config: RolloutConfig, model_config: Any, dtype: str, longest: int, device_bytes: int
-) -> tuple[Workspace, int]:
-    """Return `workspace_beside` for `rollout.user_model`; the policy's longest sequence has `longest` tokens."""
-    # The user's own prompt has a token for every three letters or more.
-    tokens = longest + config.max_tool_tokens + len(config.user_prompt or "") // 3
-    return workspace_beside(config, model_config, dtype, config.max_slots, tokens, device_bytes)

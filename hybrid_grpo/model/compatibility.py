@@ -30,19 +30,17 @@ def check_sight(model_config: Any, policy_config: Any, setting: str) -> None:
     )
 
 
-def check_compatible(
-    own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, setting: str, or_else: str = ""
-) -> None:
+def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, setting: str) -> None:
     """Refuse a model whose files, tokenizer or attention do not match the policy's, before weights load.
 
     `own` and `model_config` belong to the model to check, which `setting` (ROLE.NAME) names; `policy` and `tokenizer`
-    belong to the policy. If `tokenizer` is None, the model may have another one; `or_else` says how to allow it.
+    belong to the policy.
     """
     check_files(own.model, model_config, pickled=own.pickled_weights, setting=setting)
     refuse(
-        tokenizer is not None and load_tokenizer(own.model, setting).get_vocab() != tokenizer.get_vocab(),
+        load_tokenizer(own.model, setting).get_vocab() != tokenizer.get_vocab(),
         f"{setting} {own.model} has a different tokenizer from policy.model {policy.model}: use a"
-        f" {setting.partition('.')[0]} of the same family of models{or_else}",
+        f" {setting.partition('.')[0]} of the same family of models",
     )
     packs, policy_packs = (
         training_attention(chosen, loaded) == ATTENTION

@@ -1,1 +1,1 @@
-"""The records of a run: metrics, rollouts, step traces, alarms, trackers, profiles, and the published model."""
+"""The records of a run: metrics, rollouts, step traces, alarms, wandb, profiles, and the published model."""

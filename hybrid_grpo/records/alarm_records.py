@@ -9,7 +9,6 @@ from typing import Any
 ALARMS_FILE = "alarms.jsonl"
 """Name of the file, which has one JSON object with the fields of `AlarmRecord` per alarm that went off, and another one
 without a message when its problem is over."""
-_LONGEST_NAME, _LONGEST_MESSAGE = 300, 1000
 
 
 @dataclass(frozen=True)
@@ -34,19 +33,17 @@ def write_alarm(folder: Path, record: AlarmRecord) -> None:
 
 
 def joined(lines: Iterable[Mapping[str, Any]]) -> list[AlarmRecord]:
-    """Return the alarms in lines of `ALARMS_FILE`, each with the end of its problem. Skip damaged lines; earlier
-    versions wrote no ends, and the earliest only the step and the message."""
+    """Return the alarms in lines of `ALARMS_FILE`, each with the end of its problem. Earlier versions wrote no
+    ends, and the earliest only the step and the message."""
     found: list[AlarmRecord] = []
     lasting: dict[str, int] = {}
     for line in lines:
         step, name, message = line["step"], line.get("alarm", ""), line.get("message")
         since, until = line.get("since", step), line.get("until", step)
-        if type(since) is not int or not isinstance(until, int | None) or not isinstance(name, str):
-            continue
         if (at := lasting.pop(name, None)) is not None:
             found[at] = replace(found[at], until=step - 1)
-        if message and isinstance(message, str):
+        if message:
             if until is None:
                 lasting[name] = len(found)
-            found.append(AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_MESSAGE], until=until))
+            found.append(AlarmRecord(step, name, since, message, until=until))
     return found

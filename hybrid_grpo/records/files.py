@@ -1,6 +1,5 @@
 """Writes a run's files atomically, so that readers see the old or the new content, and as valid JSON."""
 
-import itertools
 import json
 import math
 import os
@@ -14,23 +13,18 @@ from typing import Any
 
 TRACE_FILE = "details.jsonl"
 """Name of the file in a run's folder with the traces of its steps, one JSON object per step."""
-_MOST_ENTRIES = 2**19
-"""Maximum number of entries of a folder that are looked at."""
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
-def replace_text(path: Path, text: str, *, of_a_stranger: bool = False) -> None:
-    """Replace a file atomically: readers, even after a crash, see the old or the new text. In a folder `of_a_stranger`
-    the draft may be a link to the user's own files, or a pipe: then nothing is written, and OSError is raised."""
-    replace_bytes(path, text.encode("utf-8", errors="replace"), of_a_stranger=of_a_stranger)
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically: readers, even after a crash, see the old or the new text."""
+    replace_bytes(path, text.encode("utf-8", errors="replace"))
 
 
-def replace_bytes(path: Path, content: Any, *, of_a_stranger: bool = False) -> None:
+def replace_bytes(path: Path, content: Any) -> None:
     """Like `replace_text`, but for bytes."""
     draft = path.with_name(f".{path.name}.draft")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK if of_a_stranger else 0
-    with open(os.open(draft, flags, 0o666), "wb") as file:
+    with draft.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -116,25 +110,23 @@ class FilesByStep(Mapping[int, Path]):
 
 def rollout_files(folder: Path, kind: str = "jsonl") -> FilesByStep:
     """Return the rollout files in a folder by step, in ascending order: texts (`kind` is `jsonl`) or tokens
-    (`parquet`). Other files, such as copies, are left out, and so are files in a folder with far too many entries."""
+    (`parquet`). Other files, such as copies, are left out."""
     expression = re.compile(rf"step_(\d{{1,15}})\.{kind}")
     try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in itertools.islice(entries, _MOST_ENTRIES)]
+        names = os.listdir(folder)
     except OSError:
         names = []
     matches = (expression.fullmatch(name) for name in sorted(names))
     return FilesByStep(folder, {int(match[1]): match[0] for match in matches if match})
 
 
-def flattened(settings: dict[str, Any], levels: int = 99, longest: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield nested settings, down to `levels`, as dotted names, cut to `longest` characters, and their values."""
+def flattened(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield nested settings as dotted names, and their values."""
     for name, value in settings.items():
-        if isinstance(value, dict) and value and levels:
-            begin = str(name)[:longest]
-            yield from ((f"{begin}.{below}"[:longest], of) for below, of in flattened(value, levels - 1, longest))
+        if isinstance(value, dict) and value:
+            yield from ((f"{name}.{below}", of) for below, of in flattened(value))
         else:
-            yield str(name)[:longest], value
+            yield str(name), value
 
 
 def json_safe(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writes a run's metrics and rollouts to metrics.jsonl, details.jsonl, rollouts/, the console, and experiment trackers.
+"""Writes a run's metrics and rollouts to metrics.jsonl, details.jsonl, rollouts/, the console, and wandb.
 
 Rank 0 writes everything and the other ranks send it their rollouts, so no shared file system is needed. `meter.py`
 decides how the metrics are reduced across ranks.
@@ -6,7 +6,6 @@ decides how the metrics are reduced across ranks.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ from hybrid_grpo.records.files import TRACE_FILE, as_json, cut_lines, replace_te
 from hybrid_grpo.records.metrics.catalogue import describe
 from hybrid_grpo.records.step_trace import trace_line
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
-from hybrid_grpo.records.trackers.process import TrackerProcess, start_trackers
+from hybrid_grpo.records.trackers.process import TrackerProcess, start_tracker
 from hybrid_grpo.records.write_failures import one_line
 
 _FINISH_SECONDS, _STOP_SECONDS = 60.0, 8.0
-"""How long the trackers may take at the end of a run, and how long after a request to stop, when time is short."""
+"""How long wandb may take at the end of a run, and how long after a request to stop, when time is short."""
 
 
 class Log:
@@ -47,7 +46,7 @@ class Log:
         Args:
             steps: the last step of the run.
             done: last step to keep when a run resumes; what was written for later steps is removed. -1: a new run.
-            settings: the configuration of the run, for trackers.
+            settings: the configuration of the run, for wandb.
             tokenizer: turns tokens into text if `log.tokens` is set; if it is None, no tokens are written.
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
@@ -56,7 +55,7 @@ class Log:
         self._shown: set[str] = set()
         """Copies of pictures that this rank has made."""
         self._sinks: list[Display] = []
-        self._trackers: list[TrackerProcess] = []
+        self._tracker: TrackerProcess | None = None
         if ranks.rank() != 0:
             return
         with one_line(run_dir):
@@ -69,7 +68,7 @@ class Log:
                 if kept := cut_lines(run_dir / name, done):
                     print(f"WARNING: {run_dir / name}: a line cannot be read; the original is kept as {kept.name}")
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
-        self._trackers = start_trackers(config, run_dir, settings or {}, done)
+        self._tracker = start_tracker(config, run_dir, settings or {}, done)
         self._sinks += [display_for(steps, done)]
 
     def __enter__(self) -> Log:
@@ -87,8 +86,8 @@ class Log:
         with one_line(self._rollouts.parent):
             for sink in self._sinks:
                 sink.write(step, values)
-        for tracker in self._trackers:
-            tracker.look()
+        if self._tracker is not None:
+            self._tracker.look()
 
     def write_rollouts(
         self,
@@ -130,16 +129,14 @@ class Log:
                 print(line, file=file)
 
     def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
-        """Close the outputs. All trackers together have `patience_s` seconds to finish; the files need no time."""
-        sinks, trackers, self._sinks, self._trackers = self._sinks, self._trackers, [], []
+        """Close the outputs. wandb has `patience_s` seconds to finish; the files need no time."""
+        sinks, tracker, self._sinks, self._tracker = self._sinks, self._tracker, [], None
         with one_line(self._rollouts.parent):
             for sink in sinks:
                 sink.close()
-        end = time.monotonic() + patience_s
-        for tracker in trackers:
+        if tracker is not None:
             tracker.ask(failed)
-        for tracker in trackers:
-            tracker.close(max(0.0, end - time.monotonic()))
+            tracker.close(patience_s)
 
 
 class JsonlSink:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ from hybrid_grpo.records.files import replace_bytes
 FOLDER = "pictures"
 _SIDE = 320
 """Longest side of a copy in pixels."""
-_MOST, _LARGEST = 16, 2**18
-"""Most copies that are shown of a prompt, and bytes of one."""
-_NAME = re.compile(r"[0-9a-f]{1,16}\.(png|jpg)")
 
 
 def described(picture: Picture) -> dict[str, Any]:
@@ -50,30 +46,19 @@ def write(folder: Path, made: dict[str, bytes]) -> None:
 def shown(folder: Path, row: dict[str, Any]) -> list[dict[str, str]]:
     """Return the pictures of a saved completion's prompt as a page shows them, each with its `name` and, if there is a
     copy, its contents as an address (`src`)."""
-    listed = row.get("pictures")
-    found = []
-    for of in listed[:_MOST] if isinstance(listed, list) else ():
-        if isinstance(of, dict) and _NAME.fullmatch(str(of.get("file"))):
-            found.append({"name": str(of.get("name"))[:200], **_address(folder / FOLDER / of["file"])})
-    return found
+    return [{"name": of["name"], **_address(folder / FOLDER / of["file"])} for of in row.get("pictures") or ()]
 
 
 def files(folder: Path, row: dict[str, Any]) -> list[Path]:
     """Return the copies of the pictures of a saved completion's prompt, as far as there are any."""
-    names = [str(of.get("file")) for of in row.get("pictures") or () if isinstance(of, dict)]
-    found = (folder / FOLDER / name for name in names if _NAME.fullmatch(name))
-    return [path for path in found if _is_copy(path)]
-
-
-def _is_copy(path: Path) -> bool:
-    return not path.is_symlink() and path.is_file() and path.stat().st_size <= _LARGEST
+    found = (folder / FOLDER / of["file"] for of in row.get("pictures") or ())
+    return [path for path in found if path.is_file()]
 
 
 def _address(path: Path) -> dict[str, str]:
     try:
-        if not _is_copy(path):
-            return {}
-        kind = "png" if path.suffix == ".png" else "jpeg"
-        return {"src": f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}
+        contents = path.read_bytes()
     except OSError:
         return {}
+    kind = "png" if path.suffix == ".png" else "jpeg"
+    return {"src": f"data:image/{kind};base64,{base64.b64encode(contents).decode()}"}

@@ -63,7 +63,6 @@ def _models(config: ModelRunConfig) -> dict[str, str]:
     for feature in config.active_features:
         models |= feature.models
     if isinstance(config, TrainConfig):
-        models["rollout.user_model"] = config.rollout.user_model
         for index, reward in enumerate(config.rewards):
             if reward.function in BUILTINS and isinstance(model := reward.kwargs.get("model"), str):
                 models[f"rewards[{index}].kwargs model"] = model

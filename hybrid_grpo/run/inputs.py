@@ -97,12 +97,6 @@ class EvalInputs:
         tools = tool_names(self.partners.tool_names) if self.partners else []
         return Meter(self.rewards.names, names, device, sources, samples, tools, features)
 
-    def load_user(self, device: torch.device, longest: int = 0) -> None:
-        """Load the model that plays the user, if there is one, onto this device without sharding it. `longest`: tokens
-        of the longest sequence that is not of an evaluation."""
-        if self.partners is not None:
-            self.partners.load(device, max(longest, self.held_out_longest))
-
     @property
     def held_out_longest(self) -> int:
         """Number of tokens in the longest held-out prompt together with the longest completion of its set."""
@@ -159,7 +153,7 @@ class RunInputs(EvalInputs):
         if partners is not None and partners.tool_names:
             facts["tools"] = ", ".join(partners.tool_names)
         if partners is not None and partners.user is not None:
-            facts["user"] = config.rollout.user_model or function_text(config.rollout.user or "")
+            facts["user"] = function_text(config.rollout.user or "")
         outcome = config.eval.outcome or config.reward_names[0]
         return cls(sampler, rewards["rewards"], eval_sets, partners, outcome, training, objective, facts)
 

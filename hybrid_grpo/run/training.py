@@ -58,7 +58,7 @@ class TrainingRun:
         self._run_folder = RunFolder(Path(run.dir) / str(run.name))
         self.folder = self._run_folder.path
         self.journal = Journal(self.folder / "journal", rank())
-        progress, trace = Progress(run, device), StepTrace(self.config.log, run.steps)
+        progress, trace = Progress(run, device), StepTrace(self.config.log)
         self.services = RunServices(progress, trace, self._alarms, self.journal)
         settings = settings_of(self.config)
         self.saver = Saver(parsed.config.checkpoint, run.steps, self.folder, settings, self.journal)
@@ -197,7 +197,7 @@ class TrainingRun:
         if due := [of for of in stage.eval_sets if is_last or (of.every and step % of.every == 0)]:
             stage.progress.enter("evaluation")
             stage.evaluate(step, due)
-        log.write_trace(step, stage.trace.own(stage.meter.spans, stage.last_rollout))
+        log.write_trace(step, stage.trace.own(stage.meter.spans))
         # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines that lack a
         # checkpoint are cut off on resuming.
         log.write(step, values := self.watched(step, stage))

@@ -3,7 +3,7 @@
     trajectory.py     a completion under way, and the interface of partners (`Partner`)
     tools/            a partner: functions, called in worker processes
     environments/     a partner: one environment instance per completion, in worker processes; and its rewards
-    users/            a partner: a function or a frozen model that plays the user
+    user.py           a partner: a function that plays the user
     openings.py       appends initial observations of environments to prompts
     calls.py          a parsed turn: text, calls, a fault; and its parts, as formats find them
     formats/          the formats in which calls are written

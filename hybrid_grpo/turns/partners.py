@@ -11,8 +11,6 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
-import torch
-
 from hybrid_grpo.config import DataConfig, RolloutConfig
 from hybrid_grpo.config.composition import SamplingConfig
 from hybrid_grpo.config.errors import UserError, refuse
@@ -29,7 +27,7 @@ from hybrid_grpo.turns.reading import one_at_a_time, reader_of
 from hybrid_grpo.turns.template import Between, assistant_message
 from hybrid_grpo.turns.tools.tools import Tools
 from hybrid_grpo.turns.trajectory import Answer, Finish, Partner, Trajectory
-from hybrid_grpo.turns.users.users import ModelUser, User, user_of
+from hybrid_grpo.turns.user import User
 
 _ANSWERS_KEPT = 1024
 """Number of answers whose tokens are cached."""
@@ -95,11 +93,6 @@ class Partners:
     @property
     def tool_names(self) -> list[str]:
         return self.tools.names if self.tools is not None else []
-
-    def load(self, device: torch.device, longest: int) -> None:
-        """Load the model that plays the user, if there is one; see `ModelUser.load`."""
-        if isinstance(self.user, ModelUser):
-            self.user.load(device, longest)
 
     def check(self, prompts: list[Prompt]) -> None:
         """Raise UserError if a row lacks what its environment or the user needs, or begins an answer."""
@@ -190,9 +183,6 @@ class Partners:
                 if patience_s and not ready:
                     start_s = time.perf_counter()
                     try:
-                        # The decoder is idle: every trajectory that waits for a model is in one batch.
-                        if isinstance(self.user, ModelUser):
-                            self.user.speak(self._under_way)
                         trajectory, turn, answer = self._answers.get(timeout=patience_s)
                     finally:
                         self._waited_s += time.perf_counter() - start_s
@@ -307,7 +297,7 @@ def partners_of(
     )
     refuse(
         not has_chats,
-        f"{rollout.user_setting} speaks in chats: take a policy.model whose tokenizer has a chat template, and"
+        "rollout.user speaks in chats: take a policy.model whose tokenizer has a chat template, and"
         " data.chat_template auto or always",
     )
     environments = Environments(rollout, config.scoring) if rollout.environments else None
@@ -318,7 +308,7 @@ def partners_of(
     if environments is not None:
         openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens, album)
         partners.append(environments)
-    user = user_of(rollout, config.scoring, config.policy)
+    user = User(rollout, config.scoring) if rollout.user is not None else None
     if user is not None:
         refuse(
             environments is not None and any(kind.steps for kind in environments.kinds.values()),

@@ -22,33 +22,24 @@ from hybrid_grpo.records.metrics.charts import STEP_PARTS, Chart, Curve, charts_
 from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
 from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.prompt_rewards import ORDERS
-from hybrid_grpo.watch.rollouts import ORDERS as SAMPLE_ORDERS
-from hybrid_grpo.watch.rollouts import Query, group_of, line_number, read_rewards, read_row, rivals, search
+from hybrid_grpo.watch.rollouts import ORDERS, Query, group_of, line_number, read_rewards, read_row, rivals, search
 from hybrid_grpo.watch.settings import compared
 from hybrid_grpo.watch.table import Table
-from hybrid_grpo.watch.tokens import TokenReader
+from hybrid_grpo.watch.tokens import read_tokens
 from hybrid_grpo.watch.trace_file import first_step, read_step
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 QUESTIONS = (
-    *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "group", "tokens", "prompts"),
-    *("times", "step", "console"),
+    *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "group", "tokens", "times"),
+    *("step", "console"),
 )
 """Names of the page's questions, each of which is a method of `Answers`."""
 _READ_S = 0.25
-"""Seconds that an answer may spend on reading files of metrics and traces, for all of its runs together."""
+"""Seconds that an answer may spend on reading files of metrics, for all of its runs together."""
 _LIST_S = 0.1
 """Seconds that an answer may spend on reading what the list shows of runs."""
 _WAIT_S = 10.0
 """Seconds that a question waits for another question about the same run."""
-_MOST_RUNS = 100
-"""Maximum number of runs that a question may name."""
-_MOST_POINTS, _MOST_POINTS_OF_ALL = 4000, 2**18
-"""Maximum number of points of a curve, and of all curves in an answer."""
-_MOST_CELLS = 400
-"""Maximum number of rows, and of columns, of a heat map."""
-_HISTOGRAM_STEPS = 120
 _TIME_COLUMNS = 240
 
 
@@ -57,7 +48,6 @@ class Answers:
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
-        self.token_reader = TokenReader()
         self._listing = threading.Lock()
         self._listed: tuple[float, list[dict[str, Any]]] = (-1.0, [])
         """When the runs were last looked at, and what was seen of them."""
@@ -120,8 +110,7 @@ class Answers:
             raise HTTPException(400, f"axis {axis} must be one of {', '.join(AXES)}")
         low, high = _number(given, "low"), _number(given, "high")
         runs, names = self._runs(given), given.getlist("name")
-        most = min(_MOST_POINTS, _MOST_POINTS_OF_ALL // max(1, len(runs) * len(names)))
-        points = int(max(2, min(most, _number(given, "points") or 600)))
+        points = int(max(2, _number(given, "points") or 600))
         window = _number(given, "window")
         answer: dict[str, Any] = {}
         for run in runs:
@@ -157,8 +146,8 @@ class Answers:
         """Return the completions of one run that match a search: the newest first, or ordered by a number (`order`,
         and `rising` if the lowest come first)."""
         run, order = self._run(given), given.get("order", "")
-        if order not in ("", *SAMPLE_ORDERS):
-            raise HTTPException(400, f"order {order} must be one of {', '.join(SAMPLE_ORDERS)}")
+        if order not in ("", *ORDERS):
+            raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
         query = Query(
             text=given.get("text", ""),
             finish=given.get("finish", ""),
@@ -172,11 +161,8 @@ class Answers:
         start = None if step is None or offset is None or offset < 0 else (step, offset)
         files = run.rollouts()
         found = search(files, query, start, order=(order, bool(given.get("rising"))) if order else None)
-        if found.rows:  # the page is about to ask for the tokens of one
-            self.token_reader.prepare()
         return {
             "rows": found.rows, "read": found.read, "next": found.next, "steps": _ends(files), "count": len(files),
-            "left_out": found.left_out,
         }  # fmt: skip
 
     def sample(self, given: QueryParams) -> Any:
@@ -204,56 +190,17 @@ class Answers:
         """Return what was recorded about each token of a completion; null if nothing was."""
         step, path, offset, row = self._sample(given)
         number = line_number(path, offset)
-        return (
-            None if number is None else self.token_reader.read(self._run(given).folder, step, number, row.get("sample"))
-        )
-
-    def prompts(self, given: QueryParams) -> Any:
-        """Return a heat map of one run's mean rewards, by prompt and step: prompts `low` to `high` (exclusive) in the
-        given `order`, and steps `first` to `last`."""
-        run, order = self._run(given), given.get("order", "")
-        if order not in ("", *ORDERS):
-            raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
-        run.trace.read(_READ_S)
-        rewards = run.trace.rewards
-        order = order or rewards.telling_order
-        low, high = _range(given, "low", "high", 0, len(rewards))
-        first, last = _range(given, "first", "last", rewards.first, rewards.last)
-        rows, columns = (min(_MOST_CELLS, max(1, _whole(given, name) or 100)) for name in ("rows", "columns"))
-        cells = rewards.map(order, low, high, first, last, rows, columns)
-        return {
-            "read": run.trace.share_read, "prompts": len(rewards), "steps": [rewards.first, rewards.last],
-            "low": low, "high": high, "first": first, "last": last, "counts": cells.counts.tolist(),
-            "means": [[_short(mean) for mean in row] for row in cells.means.tolist()],
-            "tall": cells.tall, "wide": cells.wide, "order": order,
-            "names": rewards.ordered(order)[low:high].tolist() if cells.tall == 1 else None,
-        }  # fmt: skip
+        return None if number is None else read_tokens(self._run(given).folder, step, number, row.get("sample"))
 
     def times(self, given: QueryParams) -> Any:
         """Return how one run's steps spent their time, as the layers of a stacked chart."""
         return time_layers(self._run(given).table, _TIME_COLUMNS)
 
     def step(self, given: QueryParams) -> Any:
-        """Return the trace of a step of one run (default: the newest step), and the run's histograms over time."""
-        run, step = self._run(given), _whole(given, "step")
-        run.trace.read(_READ_S)
-        path, histograms = run.trace.path, run.trace.histograms
-        found, newest = read_step(path, step), read_step(path, None)
-        near = histograms.near(found["step"]) if found else None
-        over_time = {
-            name: {
-                "steps": over.steps, "edges": over.edges.tolist(),
-                "shares": [[_short(share) for share in row] for row in over.shares.tolist()],
-            }
-            for name, over in histograms.over_time(_HISTOGRAM_STEPS).items()
-        }  # fmt: skip
-        return json_safe(
-            {
-                "read": run.trace.share_read, "details": found, "over_time": over_time,
-                "steps": [first_step(path), newest["step"]] if newest else None,
-                "histograms": {"step": near[0], "by_name": near[1]} if near else None,
-            }
-        )  # fmt: skip
+        """Return the trace of a step of one run (default: the newest step), and the first and the newest step."""
+        path = self._run(given).folder / TRACE_FILE
+        found, newest = read_step(path, _whole(given, "step")), read_step(path, None)
+        return json_safe({"details": found, "steps": [first_step(path), newest["step"]] if newest else None})
 
     def _sample(self, given: QueryParams) -> tuple[int, Path, int, dict[str, Any]]:
         """Return the requested completion: its step, its file, its offset in the file, and what was saved about it."""
@@ -267,8 +214,6 @@ class Answers:
     def _runs(self, given: QueryParams) -> list[WatchedRun]:
         known = self._folders.runs
         names = given.getlist("run")
-        if len(names) > _MOST_RUNS:
-            raise HTTPException(400, f"{len(names)} runs are too many: choose up to {_MOST_RUNS}")
         for name in names:
             if name not in known:
                 raise HTTPException(404, f"there is no run {name}")
@@ -283,17 +228,6 @@ class Answers:
 
 def _ends(files: Collection[int]) -> list[int] | None:
     return [min(files), max(files)] if files else None
-
-
-def _range(given: QueryParams, low: str, high: str, start: int, end: int) -> tuple[int, int]:
-    """Return two numbers in a question, clipped to the range from `start` to `end`, which are also their defaults."""
-    first, last = _whole(given, low), _whole(given, high)
-    first = start if first is None else min(max(first, start), end)
-    return first, end if last is None else min(max(last, first), end)
-
-
-def _short(value: float) -> float | None:
-    return None if math.isnan(value) else float(f"{value:.4g}")
 
 
 def _lone_chart(name: str) -> Chart:
@@ -355,8 +289,6 @@ def _number(given: QueryParams, name: str) -> float | None:
 
 def _whole(given: QueryParams, name: str) -> int | None:
     value = _number(given, name)
-    if value is not None and abs(value) > 2**53:
-        raise HTTPException(400, f"{name} {value:g} is too large")
     return None if value is None else int(value)
 
 

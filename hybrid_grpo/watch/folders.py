@@ -11,8 +11,8 @@ from hybrid_grpo.watch.watched_run import WatchedRun
 
 _DEPTH = 3
 """Number of levels that a run may be below a named folder."""
-_MOST_FOLDERS, _MOST_ENTRIES = 5000, 2**17
-"""Maximum number of folders that are looked into, and of entries of a folder."""
+_MOST_FOLDERS = 5000
+"""Maximum number of folders that are looked into."""
 
 
 class Folders:
@@ -78,8 +78,7 @@ def _runs_in(named: Sequence[str]) -> list[Path]:
 def _inside(folder: str) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            some = itertools.islice(entries, _MOST_ENTRIES)
-            names = sorted(e.name for e in some if e.name[0] != "." and _is_folder(e))
+            names = sorted(e.name for e in entries if e.name[0] != "." and _is_folder(e))
             return [f"{folder}/{name}" for name in names[:_MOST_FOLDERS]]
     except OSError:
         return []

@@ -9,7 +9,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,25 +23,19 @@ from hybrid_grpo.records.json_lines import Record
 from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.metrics_file import MetricsFile
-from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import line_number, read_rewards, read_row, rivals, summarize
-from hybrid_grpo.watch.tokens import TokenReader
-from hybrid_grpo.watch.trace_file import TraceFile
+from hybrid_grpo.watch.tokens import read_tokens
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
 _POINTS = 300
 """Approximate number of points of a curve."""
-_CELLS = {"rows": 60, "columns": 100}
-"""Size of the map of prompts."""
 _BYTES, _LARGEST = 250_000, 2**21
 """Maximum size of a step's completions, including their tokens, and the same if there are only one or two."""
 _WITH_TOKENS = 16
 """Number of completions of a step that may include their tokens, which take time to read."""
-_READ_S, _DAMAGED_S = 60.0, 2.0
-"""Maximum number of seconds for reading a large run's metrics, and again for reading the traces of its steps, and the
-same for files that no run writes (`is_worth_time`)."""
+_READ_S = 60.0
+"""Maximum number of seconds for reading a large run's metrics."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 """Content security policy that keeps the file from loading anything from a network, whatever completions contain."""
 
@@ -51,32 +45,29 @@ def write_report(folder: Path) -> Path:
     folders = Folders([folder])
     run = next(iter(folders.runs.values())) if (folder / "metrics.jsonl").is_file() else None
     if run is not None:
-        _read_all(run.numbers, run.refresh)
+        _read_all(run)
     if run is None or not run.table.rows:
         raise UserError(f"{folder} has no metrics.jsonl with a step in it: give the folder of a run")
     path = folder / "report.html"
     text = _in_one_file(run.name, _frozen(run, Answers(folders)))
     try:
-        replace_text(path, text, of_a_stranger=True)
+        replace_text(path, text)
     except OSError as error:
         problem = f"{error.filename or path} cannot be written: {error.strerror}: remove what is in its place, make"
         raise UserError(f"{problem} room, or print a summary with hybrid-grpo report {folder} --text") from None
     return path
 
 
-def _read_all(file: MetricsFile | TraceFile, read: Callable[[float], Any]) -> None:
-    """Read a file of the run with the function `read`, as far as time permits."""
+def _read_all(run: WatchedRun) -> None:
+    """Read the run's metrics, as far as time permits."""
     start = time.monotonic()
-    while True:
-        read(0.5)
-        most = _READ_S if file.is_worth_time else _DAMAGED_S
-        if file.share_read == 1 or time.monotonic() - start > most:
-            return
+    run.refresh(0.5)
+    while run.numbers.share_read < 1 and time.monotonic() - start < _READ_S:
+        run.refresh(0.5)
 
 
 def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     """Return the answers to the page's questions about the run, by question; see page/frozen.js."""
-    _read_all(run.trace, run.trace.read)
 
     def ask(question: str, **given: Any) -> Any:
         return getattr(answers, question)(QueryParams({"run": run.name, **given}))
@@ -102,21 +93,16 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
         "settings": ask("settings"),
         "console": [],
         "times": ask("times"),
-        "prompts": {order: {**ask("prompts", order=order, **_CELLS), "read": 1} for order in ("", *ORDERS)},
         "samples": {
             "steps": [min(files), max(files)] if files else None,
             "count": len(files),
             "kept": saved,
-            "rows": [row for step in saved for row in _samples(run.folder, step, files[step], answers.token_reader)],
+            "rows": [row for step in saved for row in _samples(run.folder, step, files[step])],
         },
         "step": {
             "steps": newest["steps"],
-            "over_time": newest["over_time"],
             "kept": [
-                {
-                    "details": {name: one["details"].get(name) for name in ("step", "stages", "decoder")},
-                    "histograms": one["histograms"],
-                }
+                {"details": {name: one["details"].get(name) for name in ("step", "stages", "decoder")}}
                 for _, one in sorted(steps.items())
             ],
         },
@@ -144,7 +130,7 @@ def _short(value: float) -> float | int:
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
 
 
-def _samples(folder: Path, step: int, path: Path, reader: TokenReader) -> Iterator[dict[str, Any]]:
+def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
     """Yield as many completions of a step as fit in `_BYTES`, each with its `row` in the list, `all` that was saved,
     `tokens`, and `rival` (see `rivals`). The best and the worst of each group come first, starting with the groups
     whose rewards differ most. The first `_WITH_TOKENS` have tokens if these fit. The first two are yielded in any case,
@@ -168,7 +154,7 @@ def _samples(folder: Path, step: int, path: Path, reader: TokenReader) -> Iterat
         if row is None:  # the file has changed
             return
         number = line_number(path, offset) if count < _WITH_TOKENS else None
-        record = None if number is None else reader.read(folder, step, number, row.get("sample"))
+        record = None if number is None else read_tokens(folder, step, number, row.get("sample"))
         row |= {"pictures": shown(folder, row)}
         summary = {**summarize(row, step, offset), "rewards": groups[rewards[offset][0]]}
         sample = {"row": summary, "all": row, "rival": compared.get(offset)}

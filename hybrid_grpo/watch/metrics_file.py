@@ -1,11 +1,10 @@
 """Reads metrics.jsonl into a table as the file is written, and samples it while a large file is being read."""
 
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
-from hybrid_grpo.records.json_lines import GrowingFile, last_lines, open_file, parse_step
+from hybrid_grpo.records.json_lines import GrowingFile, last_lines, parse_step
 from hybrid_grpo.watch.table import Table
 
 _LAST_LINES = 100
@@ -13,8 +12,6 @@ _LAST_LINES = 100
 _GLIMPSE_OVER = 8 * 2**20
 """A file with more bytes than this is first sampled in evenly spaced places."""
 _GLIMPSE_LINES = 400
-_GLIMPSE_LINE, _GLIMPSE_S = 2**17, 0.2
-"""Maximum number of bytes in a line of the sample, and of seconds for all of it."""
 
 Row = dict[str, float | None]
 
@@ -45,11 +42,6 @@ class MetricsFile:
         """The table; while a large file is still being read, a sample of lines from all over it."""
         return self.table if self._glimpse is None else self._glimpse
 
-    @property
-    def is_worth_time(self) -> bool:
-        """Whether the file is what a run writes: most of its lines are rows, and the table has them all."""
-        return self.table.is_whole and self.damaged <= self.table.rows
-
     def read(self, seconds: float) -> bool:
         """Read what was appended, for about `seconds` at most; return whether `shown` has changed."""
         changed, before = self._lines.check(), self._lines.place
@@ -74,20 +66,16 @@ def last_row(path: Path) -> Row | None:
 
 def _glimpse(path: Path) -> Table:
     """Return a table of lines from evenly spaced places in a file, including its first and its last line."""
-    table, rows = Table(), {}
-    deadline = time.monotonic() + _GLIMPSE_S
-    with suppress(OSError), open_file(path) as file:
+    table: Table = Table()
+    rows: list[Row | None] = []
+    with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        # In an order that covers the whole file early on, in case that time runs out.
-        for number in sorted(range(_GLIMPSE_LINES), key=lambda number: number % 20):
-            if time.monotonic() > deadline:
-                break
+        for number in range(_GLIMPSE_LINES):
             file.seek(int(size * number / _GLIMPSE_LINES))
             if number:
-                file.readline(_GLIMPSE_LINE)
-            rows[number] = parse_step(file.readline(_GLIMPSE_LINE))
-        rows[_GLIMPSE_LINES] = last_row(path)
-    for _, row in sorted(rows.items()):
-        if row is not None:
-            table.append(row)
+                file.readline()
+            rows.append(parse_step(file.readline()))
+        rows.append(last_row(path))
+    for row in filter(None, rows):
+        table.append(row)
     return table

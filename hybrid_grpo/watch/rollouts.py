@@ -1,7 +1,6 @@
 """Searches a run's completions by text and reward. Files are read one at a time, the newest first."""
 
 import heapq
-import itertools
 import math
 import time
 import zlib
@@ -12,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.records.files import as_json
-from hybrid_grpo.records.json_lines import open_file, parse, read_lines
+from hybrid_grpo.records.json_lines import parse, read_lines
 
-_STEP_BYTES, _STEP_LINES, _STEP_S = 2**26, 2**17, 1.0
-"""Maximum number of bytes, lines and seconds that are read of a step's file to compare its completions."""
-_LONGEST_GROUP = 100
 SHOWN = 200
 """Maximum number of characters that the list shows of a prompt or completion."""
 ORDERS = ("reward", "advantage", "length")
 """Numbers by which completions may be ordered; without one, the newest come first."""
-_MOST_OF_GROUP, _GROUP_BYTES = 256, 2**22
-"""Maximum number of completions that are shown of a group, and of bytes of their lines."""
 _OF_GROUP = ("step", "prompt_id", "prompt", "sample", "completion", "messages", "length", "finish", "writer")
 _LETTERS = 200
 """Maximum number of characters that the list shows of other text, such as `finish`."""
@@ -55,8 +49,6 @@ class Found:
     """Number of completions that were examined."""
     next: tuple[int, int] | None
     """Step and offset at which the search continues; None if everything was searched."""
-    left_out: int = 0
-    """Number of lines that were too long to be read."""
 
 
 def search(
@@ -72,25 +64,24 @@ def search(
     one of `ORDERS` and whether the lowest come first, the first `limit` of all that were examined in that order. Each
     has the `rewards` of its group, whether these completions match or not."""
     rows: list[dict[str, Any]] = []
-    read, left_out, looked, deadline = 0, 0, 0, time.monotonic() + seconds
+    read, looked, deadline = 0, 0, time.monotonic() + seconds
     most = math.inf if order else 5 * limit
     for step in sorted(files, reverse=True):
         if (start and step > start[0]) or not _within(step, query.first, query.last):
             continue
         begin = start[1] if start and step == start[0] else 0
         if looked and (time.monotonic() > deadline or (not order and len(rows) >= limit)):
-            return Found(_first(rows, limit, order), read, (step, begin), left_out)
+            return Found(_first(rows, limit, order), read, (step, begin))
         looked += 1
         group: Any = None
         rewards: list[float | None] = []
         for offset, line in _lines(files[step], begin):
-            row = parse(line) if line else None
+            row = parse(line)
             before, group = group, row and _brief(row.get("group"))
-            is_inside = group is not None and group == before and len(rewards) < _MOST_OF_GROUP
+            is_inside = group is not None and group == before
             if (len(rows) >= most and not is_inside) or (looked > 1 and time.monotonic() > deadline):
-                return Found(_first(rows, limit, order), read, (step, offset), left_out)
+                return Found(_first(rows, limit, order), read, (step, offset))
             looked += 1
-            left_out += line is None
             read += row is not None
             if row is not None:
                 # The list grows as the group's other completions are read.
@@ -100,7 +91,7 @@ def search(
                     rows.append({**summarize(row, step, offset, query.text), "rewards": rewards})
         if order and len(rows) > 2 * limit:
             rows = _first(rows, limit, order)
-    return Found(_first(rows, limit, order), read, None, left_out)
+    return Found(_first(rows, limit, order), read, None)
 
 
 def _first(rows: list[dict[str, Any]], limit: int, order: tuple[str, bool] | None) -> list[dict[str, Any]]:
@@ -117,21 +108,14 @@ def _first(rows: list[dict[str, Any]], limit: int, order: tuple[str, bool] | Non
 
 def read_row(path: Path, offset: int) -> dict[str, Any] | None:
     """Return the completion at an offset in a file; None if no completion begins there."""
-    _, line = next(_lines(path, offset), (0, None))
-    return parse(line) if line else None
+    at, line = next(_lines(path, offset), (-1, b""))
+    return parse(line) if at == offset else None
 
 
 def read_rewards(path: Path) -> dict[int, tuple[str, float | None]]:
-    """Return the group and the reward of all completions of a step by their offsets; only of the first ones if the file
-    is far too large."""
-    found, deadline = {}, time.monotonic() + _STEP_S
-    for offset, line in itertools.islice(_lines(path, 0), _STEP_LINES):
-        if offset > _STEP_BYTES or time.monotonic() > deadline:
-            break
-        row = parse(line) if line else None
-        if row is not None:
-            found[offset] = str(row.get("group"))[:_LONGEST_GROUP], number(row.get("reward"))
-    return found
+    """Return the group and the reward of all completions of a step by their offsets."""
+    rows = ((offset, parse(line)) for offset, line in _lines(path, 0))
+    return {offset: (str(row.get("group")), number(row.get("reward"))) for offset, row in rows if row is not None}
 
 
 def rivals(rewards: dict[int, tuple[str, float | None]]) -> dict[int, tuple[str, int]]:
@@ -152,31 +136,22 @@ def rivals(rewards: dict[int, tuple[str, float | None]]) -> dict[int, tuple[str,
 
 def group_of(path: Path, offset: int) -> list[dict[str, Any]]:
     """Return the completions of the group of the completion at an offset in a file, in the order of the file, each
-    with its `offset`; empty if no completion begins there. Very large groups are cut."""
+    with its `offset`; empty if no completion begins there."""
     groups = {at: group for at, (group, _) in read_rewards(path).items()}
     found: list[dict[str, Any]] = []
-    left, deadline = _GROUP_BYTES, time.monotonic() + _STEP_S
     for at in (at for at, group in groups.items() if offset in groups and group == groups[offset]):
         row = read_row(path, at)
         if row is None:
             continue
         shown = {name: row[name] for name in _OF_GROUP if name in row}
-        left -= len(as_json(shown))
-        if left < 0 or len(found) >= _MOST_OF_GROUP or time.monotonic() > deadline:
-            break
         found.append({"offset": at, **{name: number(row.get(name)) for name in ("reward", "advantage")}, **shown})
     return found
 
 
 def line_number(path: Path, offset: int) -> int | None:
-    """Return the number of lines that end before an offset in a file; None if counting them takes too long, or the file
-    cannot be read."""
-    count, deadline = 0, time.monotonic() + _STEP_S
-    with suppress(OSError), open_file(path) as file:
-        while offset > 0 and time.monotonic() < deadline and (chunk := file.read(min(offset, 2**20))):
-            count += chunk.count(b"\n")
-            offset -= len(chunk)
-        return count if offset <= 0 else None
+    """Return the number of lines that end before an offset in a file; None if the file cannot be read."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(offset).count(b"\n")
     return None
 
 
@@ -195,9 +170,9 @@ def _said(content: Any) -> str:
     return " ".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in parts)
 
 
-def _lines(path: Path, begin: int) -> Iterator[tuple[int, bytes | None]]:
+def _lines(path: Path, begin: int) -> Iterator[tuple[int, bytes]]:
     """Yield what `read_lines` yields for a file; nothing if there is no such file."""
-    with suppress(OSError), open_file(path) as file:
+    with suppress(OSError), path.open("rb") as file:
         yield from read_lines(file, begin)
 
 

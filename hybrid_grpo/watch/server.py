@@ -30,10 +30,6 @@ from hybrid_grpo.watch.folders import Folders
 
 HOST = "127.0.0.1"
 _PAGE = Path(__file__).parent / "page"
-_MOST_AT_ONCE = 64
-"""Maximum number of questions that are answered at the same time; more are refused."""
-_MOST_BYTES = 2**25
-"""Maximum size of an answer."""
 _SWITCH_S = 0.0005
 """Seconds after which Python lets another thread compute; 0.005 by default. While one computes, a question waits that
 long for each file that it reads."""
@@ -78,7 +74,6 @@ def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None])
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=1,
-            limit_concurrency=_MOST_AT_ONCE,
         )
     )
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -92,10 +87,7 @@ def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None])
 def _endpoint(answers: Answers, question: str) -> Callable[[Request], Awaitable[Response]]:
     def answer(request: Request) -> Response:
         text = as_json(answers.answer(question, request.query_params), ensure_ascii=False, separators=(",", ":"))
-        body = text.encode(errors="replace")
-        if len(body) > _MOST_BYTES:
-            raise HTTPException(413, f"the answer has {len(body)} bytes, more than the {_MOST_BYTES} that are sent")
-        return Response(body, media_type="application/json")
+        return Response(text.encode(errors="replace"), media_type="application/json")
 
     async def respond(request: Request) -> Response:
         done: Future[Response] = Future()

@@ -1,7 +1,6 @@
 """Compares the settings of runs with each other and with the defaults, those that matter most first."""
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +11,13 @@ from hybrid_grpo.records.files import as_json, flattened
 
 _OF_EVERY_RUN = ("run.name", "run.dir")
 """Settings that differ by nature and are not compared."""
-_DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_READ, _MOST = 6, 300, 1000, 5000, 500
+_LONGEST_VALUE = 1000
 
 
 def compared(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings of runs, given by the run's name, in the order of importance. Each has its `name`, its
     `values` by run, its `default` (None if it has none), whether runs `differ` in it, and whether a run has `changed`
-    it from the default. If there are far too many, the last entry says how many are left out."""
+    it from the default."""
     texts = {run: _texts(of) for run, of in settings.items()}
     names = dict.fromkeys(name for values in texts.values() for name in values)
     defaults = {name: value for of in settings.values() for name, value in _defaults(frozenset(of)).items()}
@@ -34,13 +33,7 @@ def compared(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         }  # fmt: skip
 
     # What only some of the runs have says little: they are of different commands or versions.
-    entries = [entry(name) for name in sorted(names, key=lambda name: (name in missing, importance(name)))]
-    telling = sorted(range(len(entries)), key=lambda at: not (entries[at]["differ"] or entries[at]["changed"]))
-    found = [entries[at] for at in sorted(telling[:_MOST])]
-    if len(found) < len(entries):
-        words = f"{len(entries) - len(found)} more are left out"
-        found.append({"name": words, "values": {}, "default": None, "differ": False, "changed": False})
-    return found
+    return [entry(name) for name in sorted(names, key=lambda name: (name in missing, importance(name)))]
 
 
 def importance(name: str) -> int:
@@ -53,7 +46,7 @@ def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return settings by their dotted names, each value as JSON, but text without quotes; long values are cut."""
     return {
         name: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
-        for name, value in itertools.islice(flattened(dict(settings), _DEEPEST, _LONGEST_NAME), _MOST_READ)
+        for name, value in flattened(dict(settings))
     }
 
 

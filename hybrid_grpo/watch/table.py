@@ -13,7 +13,7 @@ import numpy as np
 
 from hybrid_grpo.records.metrics.thinning import Column
 
-_MOST_NAMES, _LONGEST_NAME, _MOST_ROWS, _MOST_CELLS = 2000, 300, 2**19, 25 * 10**6
+_MOST_ROWS, _MOST_CELLS = 2**19, 25 * 10**6
 """Limits; a cell takes 4 bytes, or 8 if its column has numbers from `_LARGE` on."""
 _LARGE = 10**7
 """From here on, a whole number has more than seven digits."""
@@ -34,21 +34,15 @@ class Table:
         """All names that any row had, in the order of their first appearance."""
         return list(self._columns)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every row that was added is kept."""
-        return self._stride == 1
-
     def append(self, row: dict[str, float | None]) -> bool:
         """Add a row, in which None means NaN, and return True. Return False, and leave the table as it is, if the row's
-        step is not after the last one, if a value is not a number, or if names are too many or too long."""
+        step is not after the last one, or if a value is not a number."""
         try:
             values = np.array(list(row.values()), dtype=np.float64).tolist()
         except (TypeError, ValueError, OverflowError):
             return False
         step, new = row["step"], [name for name in row if name not in self._columns]
-        too_many = len(self._columns) + len(new) > _MOST_NAMES or any(len(name) > _LONGEST_NAME for name in new)
-        if step is None or step <= self._last_step or too_many:
+        if step is None or step <= self._last_step:
             return False
         self._last_step = step
         self._seen += 1

@@ -1,7 +1,6 @@
 """Reads details.jsonl, the traces of a run's steps (`records/step_trace.py`).
 
-A single step is found by bisection, since the lines are in the order of their steps. The rewards of prompts and the
-histograms of all steps are gathered by reading the file once, as it is written.
+A step is found by bisection, since the lines are in the order of their steps.
 """
 
 import os
@@ -12,9 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hybrid_grpo.records.json_lines import GrowingFile, Record, open_file, parse_step, read_lines
-from hybrid_grpo.watch.histograms import Histograms
-from hybrid_grpo.watch.prompt_rewards import PromptRewards
+from hybrid_grpo.records.json_lines import Record, parse_step, read_lines
 
 _STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
@@ -24,43 +21,10 @@ _SECONDS = 0.3
 """The search for a step gives up after this time; usually it takes milliseconds."""
 
 
-class TraceFile(GrowingFile):
-    """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, self._take, self._forget)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.rewards, self.histograms = PromptRewards(), Histograms()
-        self._useful = self._useless = 0
-
-    @property
-    def is_worth_time(self) -> bool:
-        """Whether the file is what a run writes: most of its lines have rewards or histograms."""
-        return self._useless <= self._useful
-
-    def read(self, seconds: float) -> None:
-        """Read what was added, for about `seconds` at most."""
-        self.check()
-        super().read(seconds)
-
-    def _take(self, line: bytes) -> None:
-        # Most of the line comes after this, and is not needed here.
-        kept, cut, _ = line.partition(b'"stages":')
-        trace = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
-        is_useful = trace is not None and ("prompts" in trace or "histograms" in trace)
-        self._useful += is_useful
-        self._useless += not is_useful
-        if trace is not None:
-            self.rewards.append(trace["step"], trace.get("prompts"))
-            self.histograms.append(trace["step"], trace.get("histograms"))
-
-
 def read_step(path: Path, step: int | None) -> Record | None:
     """Return the trace of the newest step, or of the newest that is not after `step`; None if there is none."""
     deadline, found = time.monotonic() + _SECONDS, b""
-    with suppress(OSError), open_file(path) as file:
+    with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         begin = max(0, size - _END) if step is None else _before(file, size, step, deadline)
         for _, number, line in _steps(file, begin, deadline):
@@ -85,7 +49,7 @@ def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
 
 def first_step(path: Path) -> int | None:
     """Return the first step of a file; None if it has no steps or cannot be read."""
-    with suppress(OSError), open_file(path) as file:
+    with suppress(OSError), path.open("rb") as file:
         return next((number for _, number, _ in _steps(file, 0, time.monotonic() + _SECONDS)), None)
     return None
 
@@ -95,6 +59,6 @@ def _steps(file: BinaryIO, begin: int, deadline: float) -> Iterator[tuple[int, i
     for offset, line in read_lines(file, begin):
         if time.monotonic() > deadline:
             return
-        match = _STEP.match(line) if line and line.endswith(b"\n") else None
-        if line and match:
+        match = _STEP.match(line) if line.endswith(b"\n") else None
+        if match:
             yield offset, int(match[1]), line

@@ -18,14 +18,13 @@ import yaml
 from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord, joined
 from hybrid_grpo.records.console_log import CONSOLE_FILE
-from hybrid_grpo.records.files import TRACE_FILE, FilesByStep, rollout_files
-from hybrid_grpo.records.json_lines import last_lines, open_file, parse_step
+from hybrid_grpo.records.files import FilesByStep, rollout_files
+from hybrid_grpo.records.json_lines import last_lines, parse_step
 from hybrid_grpo.records.lock import state_of
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
 from hybrid_grpo.watch.metrics_file import MetricsFile, last_row
 from hybrid_grpo.watch.rollouts import number
 from hybrid_grpo.watch.table import Column, Table
-from hybrid_grpo.watch.trace_file import TraceFile
 
 AXES = ("step", "tokens", "hours")
 """The x axes of curves: steps, tokens so far (sampled or, in a supervised run, trained on), and hours worked so far."""
@@ -37,13 +36,10 @@ _TELLING = (
 _MOST_ALARMS = 1000
 _CLOSEST = "health/closest/"
 """Metrics of how far the alarm that is closest to its limit has come."""
-_CONFIG_BYTES, _PLAN_BYTES = 2**18, 2**15
-"""Limits of config.yaml where a run is looked at, and where it is listed among others."""
-_LONGEST_NAME, _LONGEST_VALUE, _MOST_TAGS = 300, 1000, 20
-"""Limits for texts that a run brings."""
 NOTES_FILE = "notes.md"
 """File in which a reader may write what a run was for."""
-_NOTES_BYTES, _CONSOLE_BYTES = 2**12, 2**15
+_CONSOLE_BYTES = 2**15
+"""Number of bytes at the end of what a run has printed that are shown."""
 _BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
 """Functions that find the index of the best value, by the end of a metric's name."""
 _VERSIONS = itertools.count(time.time_ns() // 10**6)
@@ -57,11 +53,10 @@ class WatchedRun:
         """`name` is the run's name on the page, which is unique among the watched runs."""
         self.name, self.folder = name, folder
         self.lock = threading.Lock()
-        """Held while metrics or traces are read."""
+        """Held while metrics are read."""
         self._cached: dict[str, tuple[int, Any]] = {}
         """By path in the folder, the time of the path's last change, and what was read from it."""
         self.numbers = MetricsFile(folder / "metrics.jsonl")
-        self.trace = TraceFile(folder / TRACE_FILE)
         self.version = next(_VERSIONS)
         """Changes whenever the metrics have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})
@@ -91,8 +86,7 @@ class WatchedRun:
         return cached and cached[1]
 
     def config(self) -> tuple[str, dict[str, Any]]:
-        """Return the text of config.yaml, and its settings by section. The text is only the beginning if the file is
-        far too large. There are no settings if the file is missing or damaged."""
+        """Return the text of config.yaml, and its settings by section; none if it is missing or damaged."""
         return _read_config(self.folder / "config.yaml")
 
     def rollouts(self) -> FilesByStep:
@@ -113,7 +107,7 @@ class WatchedRun:
 
     def console(self, may_read: bool = True) -> list[str]:
         """Return the last lines that the run has printed; empty if none were kept. See `outline`."""
-        text = self._of(CONSOLE_FILE, lambda path: _text(path, _CONSOLE_BYTES, from_end=True), may_read) or ""
+        text = self._of(CONSOLE_FILE, lambda path: _text(path, _CONSOLE_BYTES), may_read) or ""
         return [line for line in text.split("\n") if line.strip()]
 
     def alarms(self) -> list[AlarmRecord]:
@@ -125,7 +119,7 @@ class WatchedRun:
         only the times of files if not `may_read`."""
         newest = self._of("metrics.jsonl", _newest, may_read) or {"step": None, "step_seconds": None, "reward": None}
         planned = self._of("config.yaml", _planned, may_read) or {"steps": None, "group": None, "tags": [], "notes": ""}
-        written = self._of(NOTES_FILE, lambda path: _text(path, _NOTES_BYTES).strip(), may_read)
+        written = self._of(NOTES_FILE, lambda path: _text(path).strip(), may_read)
         state, changed = state_of(self.folder), self.changed_ms("metrics.jsonl")
         # A run that has ended well says so by its steps.
         has_failed = state in ("ended", "gone") and newest["step"] != planned["steps"]
@@ -139,7 +133,7 @@ class WatchedRun:
             "state": state,
             "started": self.changed_ms("config.yaml") or None,
             "written": changed or None,
-            "last": last[0][:_LONGEST_VALUE] if last else "",
+            "last": last[0] if last else "",
             "age": time.time() - changed / 1e3 if changed else None,
         }
 
@@ -177,14 +171,9 @@ class WatchedRun:
         }  # fmt: skip
 
 
-def _read_config(path: Path, most: int = _CONFIG_BYTES) -> tuple[str, dict[str, Any]]:
+def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text of a config.yaml, and its settings."""
-    content, settings = b"", None
-    with suppress(OSError), open_file(path) as file:
-        content = file.read(most + 1)
-    text = content[:most].decode(errors="replace")
-    if len(content) > most:
-        text += "\n# The file is larger: the rest is left out."
+    text, settings = _text(path), None
     with suppress(yaml.YAMLError, ValueError):
         settings = load_yaml(text)
     return text, settings if isinstance(settings, dict) else {}
@@ -192,15 +181,14 @@ def _read_config(path: Path, most: int = _CONFIG_BYTES) -> tuple[str, dict[str, 
 
 def _planned(path: Path) -> dict[str, Any]:
     """Return what a config.yaml says of the run as a whole: its steps, its group and tags, and what it is for."""
-    settings = _read_config(path, _PLAN_BYTES)[1]
+    settings = _read_config(path)[1]
     run, log = (section if isinstance(section, dict) else {} for section in map(settings.get, ("run", "log")))
-    steps, notes, tags = run.get("steps"), log.get("notes"), log.get("tags")
-    words = [log.get("group"), *(tags if isinstance(tags, list) else ())]
+    group = log.get("group")
     return {
-        "steps": steps if type(steps) is int else None,
-        "group": words[0][:_LONGEST_NAME] if isinstance(words[0], str) else None,
-        "tags": [word[:_LONGEST_NAME] for word in words if isinstance(word, str)][:_MOST_TAGS],
-        "notes": notes[:_NOTES_BYTES].strip() if isinstance(notes, str) else "",
+        "steps": run.get("steps"),
+        "group": group,
+        "tags": [*([group] if group else []), *(log.get("tags") or [])],
+        "notes": (log.get("notes") or "").strip(),
     }
 
 
@@ -215,14 +203,14 @@ def _read_alarms(path: Path) -> list[AlarmRecord]:
     return joined(filter(None, map(parse_step, last_lines(path))))[-_MOST_ALARMS:]
 
 
-def _text(path: Path, most: int, *, from_end: bool = False) -> str:
-    """Return at most the first or the last `most` bytes of a file as text; empty if there is no such file."""
+def _text(path: Path, last: int | None = None) -> str:
+    """Return a file, or its `last` bytes, as text; empty if there is no such file."""
     content = b""
-    with suppress(OSError), open_file(path) as file:
-        if from_end:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - most))
-        content = file.read(most)
-    return content.decode(errors="replace").replace("\0", "")
+    with suppress(OSError), path.open("rb") as file:
+        if last is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last))
+        content = file.read()
+    return content.decode(errors="replace")
 
 
 def _changed(path: Path) -> int:

@@ -18,7 +18,7 @@ def test_run_dir_must_be_able_to_hold_a_folder(user: User) -> None:
     user.train(f"--run.dir={user.folder / 'new' / 'deeper'}")
 
 
-def test_a_tracker_without_its_package_is_refused_with_the_command_that_installs_it(
+def test_without_its_package_wandb_is_refused_with_the_command_that_installs_it(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def only(*installed: str) -> None:
@@ -26,9 +26,8 @@ def test_a_tracker_without_its_package_is_refused_with_the_command_that_installs
         monkeypatch.setattr(checks, "find_spec", lambda package: specs.get(package, SimpleNamespace(origin=None)))
 
     only()  # of each there is a folder of its name where the user works
-    lacking = "the package is not installed: pip install"
-    assert f"log.trackers mlflow: {lacking} mlflow, or" in user.refused("--log.trackers=[mlflow]")
-    assert f"log.trackers wandb: {lacking} wandb, or" in user.refused("--log.wandb=online")
+    lacking = "the package is not installed: pip install wandb, or set disabled"
+    assert f"log.wandb online: {lacking}" in user.refused("--log.wandb=online")
     user.train("--log.wandb=disabled")
     only("wandb")
 

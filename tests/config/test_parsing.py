@@ -320,11 +320,11 @@ def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--log.trackers=tensorboard", ["tensorboard"]),
-        ("--log.trackers=wandb, tensorboard", ["wandb", "tensorboard"]),
-        ("--log.trackers=[]", []),
-        ("--log.trackers none", []),
-        ("--log.trackers wandb tensorboard", ["wandb", "tensorboard"]),
+        ("--log.tags=one", ["one"]),
+        ("--log.tags=one, two", ["one", "two"]),
+        ("--log.tags=[]", []),
+        ("--log.tags none", []),
+        ("--log.tags one two", ["one", "two"]),
         ("--rollout.stop_ids 5 7", [5, 7]),
         ("--log.tokens --log.tags a", True),
         ("--lora.target_modules=all-linear", "all-linear"),

@@ -17,7 +17,7 @@ from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, graphs, stream_key
 from hybrid_grpo.generation import fused_step as fusing
 from hybrid_grpo.generation import loop as loops
-from hybrid_grpo.generation.beside import user_workspace, workspace_beside
+from hybrid_grpo.generation.beside import workspace_beside
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder, capture_on
 from hybrid_grpo.generation.graphs import GRAPH_BYTES, Graphs, bytes_of, size_for, sizes_up_to
@@ -149,38 +149,31 @@ def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
 
 @torch.no_grad()
 def test_evaluations_and_models_beside_the_policy_capture_once_in_twelve_rollouts(monkeypatch, captures):
-    """Each model beside the policy had no memory of its own, and captured all its graphs in every call. The user speaks
-    while the policy's sequences wait. The double checks that no replay finds its memory elsewhere."""
-    config, rng = (RolloutConfig(num_generations=2, max_slots=9, max_tool_tokens=12), random.Random(0))
-    policy, guest, user = (build(tiny_config("qwen2", layers=1), ATTENTION) for _ in range(3))
+    """Each model beside the policy had no memory of its own, and captured all its graphs in every call. The double
+    checks that no replay finds its memory elsewhere."""
+    config, rng = (RolloutConfig(num_generations=2, max_slots=9), random.Random(0))
+    policy, guest = (build(tiny_config("qwen2", layers=1), ATTENTION) for _ in range(2))
     kept, memory = Workspace(9, 60), 1 << 20
     for_guest, bytes_ = workspace_beside(config, guest.config, "float32", 6, 40, memory)
-    for_user, _ = user_workspace(config, user.config, "float32", 60, memory)
-    assert (for_guest.slots, for_guest.tokens) == (6, 40) and for_user.slots < 9
+    assert (for_guest.slots, for_guest.tokens) == (6, 40)
     assert bytes_ - bytes_of(6) - 6 * VOCABULARY * 4 < 0.1 * memory
-    seen: dict[str, list[int]] = {"policy": [], "evaluation": [], "guest": [], "user": []}
+    seen: dict[str, list[int]] = {"policy": [], "evaluation": [], "guest": []}
 
-    def generated(who, model, workspace, most, sampling, **more):
+    def generated(who, model, workspace, most, sampling):
         lengths = [rng.randint(1, most - sampling.max_tokens) for _ in range(rng.randint(1, 4))]
         requests = requests_of(lengths, samples=rng.randint(1, 3), seed=len(seen[who]))
-        _, stats = generate(model, requests, sampling, max_slots=9, workspace=workspace, **more)
+        _, stats = generate(model, requests, sampling, max_slots=9, workspace=workspace)
         seen[who].append(stats.captures)
 
     for rollout in range(12):
         generated("guest", guest, for_guest, 40, Sampling(6))
-        steps = iter(range(99))
-
-        def speak(steps=steps):
-            if next(steps) == 3:
-                generated("user", user, for_user, 70, Sampling(5, temperature=0.7))
-
-        generated("policy", policy, kept, 60, SAMPLINGS[rollout % 2], on_step=speak)
+        generated("policy", policy, kept, 60, SAMPLINGS[rollout % 2])
         if rollout % 5 == 0:
             generated("evaluation", policy, kept, 60, Sampling(20, temperature=GREEDY))
         for parameter in policy.parameters():
             parameter.mul_(1.01)
-    assert all(first and not any(rest) for first, *rest in (seen["policy"], seen["guest"], seen["user"])), seen
-    assert len(seen["evaluation"]) == 3 and not any(seen["evaluation"]) and len(seen["user"]) > 8
+    assert all(first and not any(rest) for first, *rest in (seen["policy"], seen["guest"])), seen
+    assert len(seen["evaluation"]) == 3 and not any(seen["evaluation"])
 
 
 @torch.no_grad()

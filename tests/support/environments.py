@@ -119,10 +119,8 @@ class Steps:
         return f"{len(self.seen)}!", float(len(text)), text == "bye"
 
 
-class Shares:
-    """Two in a process; says in which, and a number that is drawn by chance."""
-
-    objects_per_process = 2
+class Draws:
+    """Says in which process it is, and a number that is drawn by chance."""
 
     def reset(self, how=""):
         if how == "reset":

@@ -22,7 +22,7 @@ class InlinePool:
     def leases(self, timeout_s: float, most: int | None) -> InlinePool:
         return self
 
-    def lease(self, index: int, shares: int) -> Lease:
+    def lease(self, index: int) -> Lease:
         return Lease(self, *self.entries[index])
 
 
@@ -32,7 +32,7 @@ class Lease:
         pool.held.append(self)
 
     def ask(self, request: dict[str, Any], done: Any) -> None:
-        call = Call({"request": [{**request, "number": 0}]}, [request["do"]])
+        call = Call({"request": [request]}, [request["do"]])
         pending = PendingCall.of(self._entry, 0, call, 60.0)
         found = decode_reply(encode_reply(0, self._process.reply(call)), {0: pending})
         assert found is not None
@@ -40,4 +40,4 @@ class Lease:
 
     def release(self) -> None:
         self.ask({"do": "close"}, lambda _: self._pool.held.remove(self))
-        assert not self._process._instances
+        assert self._process._instance is None

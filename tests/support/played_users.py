@@ -11,6 +11,11 @@ def reads_out(messages, words):
     return f"{turn}: {words[turn - 1]} after {messages[-1]['content']}" if turn <= len(words) else None
 
 
+def echoes(messages):
+    """Answer a turn by its letters of a to d; say nothing if there are none."""
+    return "".join(letter for letter in messages[-1]["content"] if letter in "abcd")[:3]
+
+
 async def behaves(messages, how, **columns):
     """Do what the row says."""
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A run's folder, as trackers find it."""
+"""A run's folder, as wandb finds it."""
 
 from __future__ import annotations
 

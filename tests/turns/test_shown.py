@@ -22,7 +22,7 @@ from hybrid_grpo.model.visual_tokens import keys_of
 from hybrid_grpo.turns import partners as module
 from hybrid_grpo.turns.partners import Partners, partners_of
 from hybrid_grpo.turns.tools.tools import Tools
-from hybrid_grpo.turns.users.users import ScriptedUser
+from hybrid_grpo.turns.user import User
 
 TOOLS = '''
 import io
@@ -198,7 +198,7 @@ def test_a_user_shows_pictures(seen, tmp_path):
     processor, tokenizer = seen[0], seen[0].tokenizer
     (tmp_path / "user.py").write_text(USER)
     config = RolloutConfig(user=f"{tmp_path}/user.py:shows", max_turns=3, max_tool_tokens=99)
-    user, ends = ScriptedUser(config, ScoringConfig(workers=1)), (tokenizer.eos_token_id,)
+    user, ends = User(config, ScoringConfig(workers=1)), (tokenizer.eos_token_id,)
     partners = Partners([user], None, config, tokenizer, {}, ends, user=user, seen=(album_of(processor), DataConfig()))
     partners.begin([Request([5], [1], max_total_tokens=400, prompt=Prompt(0, "go", [5], {}))])
     turn = [*tokenizer("well", add_special_tokens=False)["input_ids"], *ends]

@@ -7,8 +7,7 @@ import pytest
 from paths import ROOT, SUPPORT
 
 ENVIRONMENT = ["--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"]
-# The model plays its own user, who answers turns without a call.
-USER = ["--rollout.user_model", "model", "--rollout.user_prompt", "you ask", "--rollout.user_stop", "[xx]"]
+USER = ["--rollout.user", f"{SUPPORT / 'played_users.py'}:echoes"]
 # 8 pages of 32 entries: whoever waits is put back, and read again.
 SQUEEZED = ["--rollout.max_slots", "4", "--rollout.cache_gb", "0.00045"]
 RUNS = {
@@ -99,5 +98,5 @@ def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
 def test_a_user_answers_turns_without_a_call(runs):
     lines, metrics = runs["user"]
     heard = sum(message["role"] == "user" for line in lines for message in line["messages"])
-    # The user ends some conversations by saying nothing, or xx.
+    # The user ends some conversations by saying nothing.
     assert 0 < heard <= metrics[-1]["user/calls"]

@@ -1,7 +1,11 @@
 import asyncio
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import psutil
@@ -9,9 +13,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from paths import ROOT
+from starlette.datastructures import QueryParams
 
 from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
 from hybrid_grpo.watch import server
+from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
 
 
@@ -151,25 +157,15 @@ def test_where_the_time_of_all_steps_went(make_run):
     assert page.ask("times", run="two") is None
 
 
-def test_rewards_of_prompts_and_a_step_s_details(folder):
+def test_a_step_s_trace(folder):
     page = Page(folder)
-    assert page.ask("prompts", run="one")["prompts"] == 0
-    assert page.ask("step", run="one")["details"] is None
-    histogram = {"reward": {"edges": [0, 1, 2], "counts": [1, 3]}}
+    assert page.ask("step", run="one") == {"details": None, "steps": None}
     with (folder / "details.jsonl").open("w") as file:
         for step in range(1, 11):
-            noted = {"step": step, "prompts": [[prompt, step * prompt / 10, 0.1] for prompt in (3, 5)]}
-            file.write(json.dumps(noted | ({"histograms": histogram} if step % 5 == 0 else {})) + "\n")
-    answer = page.ask("prompts", run="one", order="mean", first=2, last="9")
-    assert (answer["names"], answer["steps"], answer["first"], answer["last"]) == ([3, 5], [1, 10], 2, 9)
-    assert answer["means"] == [[round(step * prompt / 10, 4) for step in range(2, 10)] for prompt in (3, 5)]
-    assert page.ask("prompts", run="one", low=1, high=9)["names"] == [5]
-    newest = page.ask("step", run="one")
-    assert (newest["details"]["step"], newest["steps"], newest["histograms"]["step"]) == (10, [1, 10], 10)
-    assert newest["histograms"]["by_name"]["reward"] == {"edges": [0, 1, 2], "counts": [1, 3]}
-    assert newest["over_time"]["reward"]["steps"] == [5, 10]
+            print(json.dumps({"step": step, "stages": [[["generate", 0.0, step]]]}), file=file)
+    assert page.ask("step", run="one")["details"]["step"] == 10
     earlier = page.ask("step", run="one", step=4)
-    assert (earlier["details"]["prompts"][0], earlier["histograms"]) == ([3, 1.2, 0.1], None)
+    assert earlier == {"details": {"step": 4, "stages": [[["generate", 0.0, 4]]]}, "steps": [1, 10]}
     assert page.ask("runs", run="one")["open"][0]["details"] > 0
 
 
@@ -189,7 +185,7 @@ def test_rewards_of_prompts_and_a_step_s_details(folder):
         ("/api/times", {}, 400),
         ("/api/tokens", {"run": "one"}, 404),
         ("/api/curves", {"run": "one", "axis": "years"}, 400),
-        ("/api/prompts", {"run": "one", "order": "colour"}, 400),
+        ("/api/samples", {"run": "one", "order": "colour"}, 400),
         ("/api/step", {}, 400),
         ("/page/../server.py", {}, 404),
         ("/page/%2e%2e/server.py", {}, 404),
@@ -241,3 +237,51 @@ def test_ids_that_the_page_looks_for_are_in_it():
     for path in folder.glob("*.js"):
         for name in re.findall(r'byId\("([^"]+)"\)', path.read_text()):
             assert f'id="{name}"' in page, f"{path.name}: {name}"
+
+
+def test_a_run_that_takes_long_holds_up_no_other(tmp_path: Path) -> None:
+    for name in ("slow", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}\n')
+    folders = Folders([tmp_path])
+    answers, app = Answers(folders), server.application(folders)
+
+    async def ask(run: str) -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            return (await client.get("/api/charts", params={"run": run})).status_code
+
+    async def ask_both() -> None:
+        with folders.runs["slow"].lock:
+            waiting = asyncio.create_task(ask("slow"))
+            assert await asyncio.wait_for(ask("other"), 5) == 200
+            assert not waiting.done()
+        assert await asyncio.wait_for(waiting, 5) == 200
+
+    asyncio.run(ask_both())
+    assert answers.answer("charts", QueryParams({"run": "other"})) == []
+
+
+@pytest.mark.process
+def test_sigterm_ends_the_server_while_it_reads(tmp_path: Path) -> None:
+    """It was ignored until an answer was made."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    program = (
+        "import sys, time; from pathlib import Path; from hybrid_grpo.watch import server, answers, folders\n"
+        "answers.Answers.charts = lambda self, given: time.sleep(1000)\n"
+        "listener = server.listen(0)\n"
+        "announce = lambda: print(listener.getsockname()[1], flush=True)\n"
+        "server.serve(server.application(folders.Folders([Path(sys.argv[1])])), listener, announce)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            assert process.stdout
+            port = int(process.stdout.readline())
+            with socket.create_connection(("127.0.0.1", port)) as asking:
+                asking.sendall(b"GET /api/charts HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+                assert httpx.get(f"http://127.0.0.1:{port}/api/runs").status_code == 200
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=5) == 0
+        finally:
+            process.kill()

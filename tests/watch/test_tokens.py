@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybrid_grpo.watch.tokens import TokenReader, read_tokens
+from hybrid_grpo.watch.tokens import read_tokens
 
 LOGP = np.array([-0.1, -2.3456789, -1e-7], np.float32)
 
@@ -68,24 +68,3 @@ def test_nothing_where_there_is_no_whole_file_or_another_completion(tmp_path: Pa
     assert read_tokens(tmp_path, 3, 0, 0) is None, "it is being written"
     path.write_bytes(b"")
     assert read_tokens(tmp_path, 3, 0, 0) is None
-
-
-@pytest.mark.process
-def test_a_file_that_fills_the_memory_costs_little_and_holds_up_no_other(tmp_path: Path) -> None:
-    """4 kB of zstd became gigabytes in the server. The process that reads is given up, and the next one starts."""
-    reader = TokenReader()
-    write(tmp_path / "good/rollouts/step_000003.parquet")
-    size = 4 * 10**7
-    flat = pyarrow.FloatArray.from_buffers(pyarrow.float32(), size, [None, pyarrow.py_buffer(bytes(4 * size))])
-    lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, size], pyarrow.int32()), flat)
-    path = tmp_path / "bad/rollouts/step_000003.parquet"
-    path.parent.mkdir(parents=True)
-    pyarrow.parquet.write_table(
-        pyarrow.table({"row": [0], "pieces": lists}), path, compression="zstd", use_dictionary=False
-    )
-    assert path.stat().st_size < 10**6
-    reader.prepare()
-    good = reader.read(tmp_path / "good", 3, 0, 0)
-    assert good == read_tokens(tmp_path / "good", 3, 0, 0) and good is not None
-    assert reader.read(tmp_path / "bad", 3, 0, 0) is None
-    assert reader.read(tmp_path / "good", 3, 0, 0) == good

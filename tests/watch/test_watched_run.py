@@ -133,7 +133,7 @@ def test_a_run_says_whether_it_runs_has_ended_or_was_killed(make_run, tmp_path):
 
 
 def test_a_run_brings_its_tags_its_notes_and_the_last_line_of_a_failure(make_run):
-    folder = make_run("run", run_lines(), "run: {steps: 50}\nlog: {group: sweep, tags: [lr, 3], notes: why}\n")
+    folder = make_run("run", run_lines(), "run: {steps: 50}\nlog: {group: sweep, tags: [lr], notes: why}\n")
     (folder / "notes.md").write_text("it diverged\n")
     (folder / "console.log").write_bytes(b"x" * 2**17 + b"\nstep 40\nOSError: no space\n\n")
     (folder / ".lock").write_text("")

@@ -1,4 +1,4 @@
-"""Leases worker processes to objects of users' classes: a process holds one object, or as many as the class allows.
+"""Leases worker processes to objects of users' classes, one to each.
 
 The thread that makes a request also sends it; the Pool's event loop reads replies as they arrive. A game makes hundreds
 of requests per second of decoding and must not hold up the decoding thread, so no request has a task or a timer. A
@@ -8,10 +8,9 @@ process carries out one request at a time, in the order in which they were made.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,12 +30,10 @@ class Lease:
 
     Args:
         index: index of the object's entry in the fork server.
-        shares: maximum number of objects in one process.
     """
 
-    def __init__(self, leases: Leases, index: int, shares: int) -> None:
-        self._leases, self._number = leases, next(leases.numbers)
-        self.index, self.shares = index, shares
+    def __init__(self, leases: Leases, index: int) -> None:
+        self._leases, self._index = leases, index
         self.process: _Process | None = None
         self.lost: Reply | None = None
         """The reply to all requests after the process is lost; None until then."""
@@ -45,10 +42,10 @@ class Lease:
 
     def ask(self, request: dict[str, Any], done: Done) -> None:
         """Make a request; `done` is called once, with the reply."""
-        call = Call({"request": [{**request, "number": self._number}]}, [request["do"]])
+        call = Call({"request": [request]}, [request["do"]])
         leases = self._leases
         try:
-            pending = PendingCall.of(leases.fork_server.entries[self.index], self.index, call, leases.timeout_s)
+            pending = PendingCall.of(leases.fork_server.entries[self._index], self._index, call, leases.timeout_s)
         except Exception as error:  # such as columns that cannot be pickled
             return done(failed(Failure("invalid", f"could not be called: {describe(error, None)}"), 1))
         made = _Request(self, pending, done)
@@ -79,11 +76,11 @@ class _Request:
 
 
 class _Process:
-    """A worker and the requests it was given; `leases` are the leases of the objects that it holds."""
+    """A worker and the requests it was given; `lease` is that of the object that it holds, None if it holds none."""
 
     def __init__(self, all_leases: Leases) -> None:
         self._all = all_leases
-        self.leases: set[Lease] = set()
+        self.lease: Lease | None = None
         self.is_ending = False
         self.requests: deque[_Request] = deque()
         """The requests in order; the process is carrying out the first one."""
@@ -133,19 +130,17 @@ class Leases:
         self.fork_server, self.loop = fork_server, loop
         self.timeout_s, self._most = timeout_s, most
         self.deadlines_s: dict[_Process, float] = {}
-        self.lock, self.numbers = threading.Lock(), itertools.count()
+        self.lock = threading.Lock()
         self._count = 0
         """Processes that exist, or are being started."""
         self._starting = 0
         self._idle: list[_Process] = []
-        self._with_room: defaultdict[int, dict[_Process, None]] = defaultdict(dict)
-        """By index of an entry, the processes that hold objects of the entry and have room for more."""
         self._queue: deque[Lease] = deque()
         loop.call_soon_threadsafe(self._watch)
 
-    def lease(self, index: int, shares: int = 1) -> Lease:
-        """Return a lease for an object of the entry with this index; a process may hold `shares` such objects."""
-        return Lease(self, index, shares)
+    def lease(self, index: int) -> Lease:
+        """Return a lease for an object of the entry with this index."""
+        return Lease(self, index)
 
     def place(self, lease: Lease) -> None:
         """Find a process for an object, which may have to wait for one. Called with the lock held."""
@@ -154,14 +149,9 @@ class Leases:
 
     def _place_waiting(self) -> None:
         """Place the waiting objects, in the order in which they came. Called with the lock held."""
-        while self._queue:
-            process = self._process_for(self._queue[0])
-            if process is None:
-                break
-            lease = self._queue.popleft()
-            process.leases.add(lease)
-            self._sort(process, lease)
-            lease.process = process
+        while self._queue and self._idle:
+            lease, process = self._queue.popleft(), self._idle.pop()
+            process.lease, lease.process = lease, process
             for request in lease.waiting:
                 process.give(request)
             lease.waiting = []
@@ -169,19 +159,6 @@ class Leases:
             self._starting += 1
             self._count += 1
             self.loop.call_soon_threadsafe(self._start)
-
-    def _process_for(self, lease: Lease) -> _Process | None:
-        if with_room := self._with_room[lease.index]:
-            return next(reversed(with_room))
-        return self._idle.pop() if self._idle else None
-
-    def _sort(self, process: _Process, lease: Lease) -> None:
-        """Record whether a process has room after `lease` was added or removed. Called with the lock held."""
-        self._with_room[lease.index].pop(process, None)
-        if not process.leases:
-            self._idle.append(process)
-        elif len(process.leases) < lease.shares:
-            self._with_room[lease.index][process] = None
 
     def _start(self) -> None:
         """Start a process, unless none is needed any longer. Called on the loop's thread."""
@@ -209,32 +186,29 @@ class Leases:
         """Give the place of a closed object to others."""
         with self.lock:
             if lease.process is not None:
-                lease.process.leases.discard(lease)
-                self._sort(lease.process, lease)
+                lease.process.lease = None
+                self._idle.append(lease.process)
                 lease.process = None
                 self._place_waiting()
 
     def lose(self, process: _Process, reply: Reply | None = None) -> None:
         """End a process; called on the loop's thread. The request in progress, and all later requests of its object,
-        get `reply`, by default one that says that the process died. Objects that share the process are lost as well."""
+        get `reply`, by default one that says that the process died."""
         with self.lock:
             self.deadlines_s.pop(process, None)
             process.is_ending = True
-            for lease in process.leases:
-                self._with_room[lease.index].pop(process, None)
             if process in self._idle:
                 self._idle.remove(process)
         status = process.worker.end()
         reply = reply or died(status, 1)
         with self.lock:
-            guilty = process.requests[0].lease if process.requests else None
-            for lease in process.leases:
-                lease.process, lease.lost = None, reply if guilty in (lease, None) else _shared(reply)
+            if process.lease is not None:
+                process.lease.process, process.lease.lost = None, reply
             requests, process.requests = process.requests, deque()
             self._count -= 1
             self._place_waiting()
         for request in requests:
-            request.done(request.lease.lost or reply)
+            request.done(reply)
 
     def _watch(self) -> None:
         """End the processes whose requests take too long, and call this method again at the next deadline."""
@@ -245,9 +219,3 @@ class Leases:
         self.loop.call_later(next_s - now_s, self._watch)
         for process in late:
             self.lose(process, timed_out(self.timeout_s, 1))
-
-
-def _shared(reply: Reply) -> Reply:
-    failure = reply.failures[0]
-    assert failure is not None
-    return failed(Failure("died", f"shared its process with another, which {failure.message}"), 1)

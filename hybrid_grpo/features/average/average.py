@@ -14,11 +14,12 @@ from torch import nn
 
 from hybrid_grpo.config import BatchPlan, ModelRunConfig
 from hybrid_grpo.distributed import shards
-from hybrid_grpo.features.average.memory import AverageMemory
 from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 from hybrid_grpo.run.parts import SideModel
 
 _NAME = "average"
@@ -89,6 +90,20 @@ class MovingAverage(SideModel):
     def checkpoint_bytes(self, weights: int) -> int:
         """See `SideModel`."""
         return 4 * weights
+
+
+class AverageMemory(FeatureMemory):
+    """A float32 copy, in host memory, of the weights that this rank's optimizer updates."""
+
+    name = "average"
+
+    def part(self, plan: Plan, on_host: bool) -> Part:
+        """See `FeatureMemory`."""
+        return Part("moving average", 4 * plan.owned if on_host else 0, "average.decay null, more ranks")
+
+    def saved(self, plan: Plan) -> int:
+        """See `FeatureMemory`."""
+        return 4 * plan.owned
 
 
 class Average(Feature):

@@ -11,9 +11,6 @@ it:
   log q_v) for the sampled token ("On-Policy Distillation", Thinking Machines Lab, 2025);
 - as the gradient of the divergence itself, which the head computes over the vocabulary (divergence.py), and which may
   be another divergence.
-
-A teacher with another tokenizer is compared on spans of tokens (spans.py). In the first way, a span then takes the
-place of the token v: the log-probability of a span is the sum over its tokens, and all its tokens have its advantage.
 """
 
 import torch
@@ -30,18 +27,10 @@ def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tenso
     return {"teacher/logp": (teacher, tokens), "teacher/kl": (policy - teacher, tokens)}
 
 
-def teacher_advantages(
-    old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float, size_BT: Tensor | None = None, clamp: float | None = None
-) -> Tensor:
-    """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module's docstring.
-
-    Args:
-        size_BT: number of tokens in the span of each token, over which the difference of the span is spread evenly; 0
-            for tokens that are not compared. Default: 1.
-        clamp: limit of the absolute difference, in nats.
-    """
+def teacher_advantages(old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float, clamp: float | None = None) -> Tensor:
+    """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module's docstring. `clamp` is
+    the limit of the absolute difference, in nats."""
     gap_BT = old_logp_BT - teacher_logp_BT
-    gap_BT = gap_BT if size_BT is None else gap_BT * size_BT
     return -coef * (gap_BT if clamp is None else gap_BT.clamp(-clamp, clamp))
 
 

@@ -8,16 +8,14 @@ from typing import Any
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt
-from hybrid_grpo.data.completions import end_of
+from hybrid_grpo.data.batch import MicroBatch, Prompt
 from hybrid_grpo.data.pictures import sight_of
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.features.teacher.settings import TeacherConfig
-from hybrid_grpo.features.teacher.spans import Aligner, Alignment, check_spelling
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.compatibility import check_compatible, check_sight
-from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, stop_ids, vocabulary_of
-from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, training_attention
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, vocabulary_of
+from hybrid_grpo.model.loading import load_config, load_model, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.sight import VisionEncoder
 from hybrid_grpo.policy import Policy
@@ -32,7 +30,6 @@ class TeacherModel:
     """A frozen model, or the policy itself if `name` is None.
 
     Attributes:
-        aligner: reads completions with the teacher's tokenizer; None if that is the policy's.
         engine: runs its forward pass, once it is loaded.
     """
 
@@ -47,36 +44,21 @@ class TeacherModel:
         self.model_config = load_config(self._own.model, self._setting)
         text_config = self.model_config.get_text_config()
         self._positions = getattr(text_config, "max_position_embeddings", None) or _LONGEST_PROMPT
-        self._tokenizer, self.aligner = inputs.tokenizer, None
-        if name is not None and self.settings.other_tokenizer:
-            tokenizer = load_tokenizer(name, self._setting)
-            if tokenizer.get_vocab() != inputs.tokenizer.get_vocab():
-                self._tokenizer, self.aligner = tokenizer, self._aligned(tokenizer)
-        self.vocabulary = vocabulary_of(self._tokenizer, self.model_config)
+        self.vocabulary = vocabulary_of(inputs.tokenizer, self.model_config)
         data = replace(config.data, max_prompt_tokens=_LONGEST_PROMPT)
         column = self.settings.prompt_column
         # A prompt's text already has its system message.
         data = replace(data, system_prompt=None) if column is None else replace(data, prompt_column=column)
         self._data = with_tools(data, inputs.partners)
 
-    def _aligned(self, tokenizer: Any) -> Aligner:
-        config, own, prompt = self._config, self._inputs.tokenizer, self._inputs.prompts[0]
-        check_spelling(tokenizer, f"{self._setting} {self.name}")
-        text = str(own.decode(prompt.token_ids, skip_special_tokens=True))
-        check_spelling(own, f"policy.model {config.policy.model}", text=text, keeps=False)
-        ends = stop_ids(str(self.name), tokenizer, [], self.model_config, self._setting)
-        return Aligner(own, tokenizer, end_of(prompt, config.data, tokenizer, ends))
-
     def check(self) -> None:
         """Raise UserError, before weights load, if it cannot read its prompts or be compared with the policy."""
-        policy, rollout, settings, setting = self._config.policy, self._config.rollout, self.settings, self._setting
+        policy, rollout, setting = self._config.policy, self._config.rollout, self._setting
         if self.name is not None:
             reason = undecodable(self.model_config)
             what = f"{setting} {self.name}: {self.model_config.model_type}: {reason}: take another model"
             refuse(reason is not None, what)
-            tokenizer = None if settings.other_tokenizer else self._inputs.tokenizer
-            or_else = ", or set teacher.other_tokenizer to true" if settings.into == "advantage" else ""
-            check_compatible(self._own, self.model_config, policy, tokenizer, setting, or_else)
+            check_compatible(self._own, self.model_config, policy, self._inputs.tokenizer, setting)
             if self._inputs.sampler.sees:
                 check_sight(self.model_config, load_config(policy.model), f"{setting} {self.name}")
         own = vocabulary_of(self._inputs.tokenizer, load_config(policy.model))
@@ -94,9 +76,8 @@ class TeacherModel:
         check_prompt_ids(read, self.model_config)
         lengths, what = rollout.lengths, "the longest prompt"
         longest = rollout.longest(self._inputs.longest_prompt)
-        if column is not None or self.aligner is not None:
-            longest = max(map(len, read)) + rollout.max_read_tokens
         if column is not None:
+            longest = max(map(len, read)) + rollout.max_read_tokens
             lengths, what = f"the texts of {column} + rollout.max_completion_tokens", f"the longest text of {column}"
         model = f"{self._setting} {self._own.model}"
         check_lengths(self.model_config, longest, lengths, model, f"{what} with its completion")
@@ -122,25 +103,17 @@ class TeacherModel:
         """Whether completions of a prompt are its to score."""
         return self.settings.model_of(prompt.source) == self.name
 
-    def aligns(self, completion: Completion, prompt_tokens: int) -> Alignment:
-        """Return a completion as it reads it with its own tokenizer, after a prompt of `prompt_tokens` tokens."""
-        assert self.aligner is not None
-        most = self._positions - prompt_tokens
-        return self.aligner(completion.token_ids, ended=completion.finish == "stop", most=most)
-
     def reads(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt as it reads it; raises UserError if the row has none for it."""
         column, where = self.settings.prompt_column, f"row {prompt.id} (from 0) of data.path"
-        if column is None and self.aligner is None:
+        if column is None:
             return prompt.token_ids
-        row = prompt.columns if column is not None else {self._data.prompt_column: prompt.text}
-        album = self._inputs.sampler.album
-        seen = None if album is None or self.aligner is not None else (album, None)
-        if self._data.prompt_column not in row:
-            known = did_you_mean(self._data.prompt_column, prompt.columns)
+        album, row = self._inputs.sampler.album, prompt.columns
+        if column not in row:
+            known = did_you_mean(column, row)
             raise UserError(f"teacher.prompt_column {column}: {where} has no such column: {known}")
         try:
-            return read_prompt(prompt.id, row, where, self._data, self._tokenizer, seen).token_ids
+            seen = None if album is None else (album, None)
+            return read_prompt(prompt.id, row, where, self._data, self._inputs.tokenizer, seen).token_ids
         except UserError as error:
-            told = str(error) if column is None else str(error).replace("data.prompt_column", "teacher.prompt_column")
-            raise UserError(told if self.aligner is None else told.replace("policy.model", self._setting)) from None
+            raise UserError(str(error).replace("data.prompt_column", "teacher.prompt_column")) from None

@@ -34,9 +34,6 @@ class TeacherConfig(FeatureConfig):
     is set, the policy itself as it is at the beginning of each step."""
     by_source: dict[Text, Text] = field(default_factory=dict)
     """Teachers of single sources of data.mixture, as in `{maths: NAME, code: NAME}`. `model` teaches the others."""
-    other_tokenizer: Switch = False
-    """Allow teachers with another tokenizer than the policy's (`into` advantage). They read the text of a completion
-    with their own, and are compared with the policy on the smallest spans of text where both have whole tokens."""
     coef: Positive = 1.0
     """Weight of the divergence between policy and teacher, in nats per token, relative to rewards (`into` advantage) or
     to the loss of the policy (`into` loss)."""
@@ -69,11 +66,7 @@ class TeacherConfig(FeatureConfig):
     feature = "teacher:Teacher"
     page = "docs/distillation.md"
     replaces_groups = "a teacher"
-
-    @property
-    def sees(self) -> bool:  # type: ignore[override]
-        """See `FeatureConfig`. A teacher with another tokenizer has other places for pictures."""
-        return not self.other_tokenizer
+    sees = True
 
     @property
     def is_on(self) -> bool:
@@ -114,7 +107,7 @@ class TeacherConfig(FeatureConfig):
         if self.divergence != "jsd":
             self.refuse_idle(f"with teacher.divergence {self.divergence}: set it to jsd", "jsd_beta")
         if self.model is None and not self.by_source:
-            self.refuse_idle("if the policy itself is the teacher: set teacher.model", "offload", "other_tokenizer")
+            self.refuse_idle("if the policy itself is the teacher: set teacher.model", "offload")
         self._check_sources(config.data)
         prompt_column, rollout = config.data.prompt_column, config.rollout
         refuse(
@@ -132,15 +125,6 @@ class TeacherConfig(FeatureConfig):
             f"teacher.into advantage is for tokens that the policy sampled, and {config.off_policy_source} brings"
             f" others: set teacher.into to loss, or remove teacher or {config.off_policy_source}",
         )
-        for is_set, what in (
-            (self.into == "loss", "teacher.into loss compares whole vocabularies"),
-            (rollout.has_turns, f"{rollout.turns_setting} makes completions of several turns"),
-            (rollout.logprobs == "mask", "rollout.logprobs mask compares tokens that the policy's filters left"),
-        ):
-            refuse(
-                self.other_tokenizer and is_set,
-                f"teacher.other_tokenizer compares the texts of single turns, and {what}: remove one of the two",
-            )
 
     def _check_sources(self, data: DataConfig) -> None:
         names = data.source_names

@@ -16,18 +16,16 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
-from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
 from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence, most_likely
 from hybrid_grpo.features.teacher.memory import TeacherMemory
 from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
-from hybrid_grpo.features.teacher.spans import NOT_TEXT, spread
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.sidecars import TokenRow, without
+from hybrid_grpo.model.sidecars import without
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Advantages, Feature, LossTerm, Scored
@@ -69,42 +67,31 @@ class Teacher(Feature):
         """Return the teachers' term in the advantages. With `teacher.into` loss there is none, and the teachers'
         distributions are kept for `loss`. Collective."""
         assert scored.old_logp_BT is not None
-        logp_BT, size_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
+        logp_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
         sampled_B = torch.tensor([not completion.writer for completion in scored.rollout.completions])
         real_BT = upload(scored.rollout.mask_BT & sampled_B[:, None], logp_BT.device)
-        compared_BT = real_BT if size_BT is None else real_BT & (size_BT > 0) & (logp_BT != NOT_TEXT)
-        numbers = measure_teacher(scored.old_logp_BT, logp_BT, compared_BT)
-        if size_BT is not None:
-            numbers["teacher/left_out_frac"] = 1 - compared_BT.sum() / real_BT.sum(), real_BT.sum()
+        numbers = measure_teacher(scored.old_logp_BT, logp_BT, real_BT)
         if self._settings.into == "loss":
             return Advantages(None, numbers)
         coef, clamp = self._settings.coef, self._settings.clamp
-        return Advantages(teacher_advantages(scored.old_logp_BT, logp_BT, coef, size_BT, clamp), numbers)
+        return Advantages(teacher_advantages(scored.old_logp_BT, logp_BT, coef, clamp), numbers)
 
     @torch.no_grad()
-    def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, Tensor | None, dict[int, NextTokens]]:
-        """Return the teachers' log-probabilities of a rollout and the sizes of spans, [B, T], as `spread` does; the
-        sizes are None if all teachers have the policy's tokenizer. With `teacher.into` loss also return distributions
-        by row, in host memory. All are at the sampling temperature, for rows that are part of the loss. `old_logp_BT`
-        is on the policy's device. Collective."""
+    def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, dict[int, NextTokens]]:
+        """Return the teachers' log-probabilities of a rollout, [B, T]. With `teacher.into` loss also return
+        distributions by row, in host memory. All are at the sampling temperature, for rows that are part of the loss.
+        `old_logp_BT` is on the policy's device. Collective."""
         logp_BT, found = torch.zeros_like(old_logp_BT), dict[int, NextTokens]()
-        aligns = any(teacher.aligner for teacher in self._teachers)
-        size_BT = torch.ones_like(old_logp_BT) if aligns else None
         for teacher in self._teachers:
             read = [teacher.reads(prompt) if teacher.teaches(prompt) else [] for prompt in rollout.prompts]
             prompt_ids = [ids for ids in read for _ in range(rollout.num_generations)]
             rows = [row for row in rollout.learned if prompt_ids[row]]
-            if size_BT is None or teacher.aligner is None:
-                found |= self._read_tokens(teacher, rollout, prompt_ids, rows, logp_BT)
-            else:
-                of_rows = self._read_text(teacher, rollout, prompt_ids, rows, old_logp_BT)
-                row_b = upload(torch.tensor(rows, dtype=torch.int64), logp_BT.device)
-                logp_BT[row_b], size_BT[row_b] = (upload(values_bT, logp_BT.device) for values_bT in of_rows)
+            found |= self._read_rows(teacher, rollout, prompt_ids, rows, logp_BT)
             if len(self._teachers) > 1 and isinstance(teacher.engine, engines.OffloadedModel):
                 teacher.engine.release()
-        return logp_BT, size_BT, found
+        return logp_BT, found
 
-    def _read_tokens(
+    def _read_rows(
         self, teacher: TeacherModel, rollout: Rollout, prompt_ids: list[list[int]], rows: list[int], logp_BT: Tensor
     ) -> dict[int, NextTokens]:
         """Write a teacher's log-probabilities of the policy's tokens into `logp_BT`; see `read`. Collective."""
@@ -126,26 +113,6 @@ class Teacher(Feature):
                 lengths = [rollout.lengths[row] for row in micro.rows]
                 found.update(zip(micro.rows, next_tokens.split(lengths), strict=True))
         return found
-
-    def _read_text(
-        self, teacher: TeacherModel, rollout: Rollout, prompt_ids: list[list[int]], rows: list[int], old_logp_BT: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities and sizes of `read` for some rows, [b, T] in host memory, by a teacher with
-        another tokenizer. Collective."""
-        alignments = {row: teacher.aligns(rollout.completions[row], len(prompt_ids[row])) for row in rows}
-        teacher_ids = [alignments[row].teacher_ids if row in alignments else [] for row in range(len(prompt_ids))]
-        every = TokenRow.of(prompt_ids, teacher_ids)
-        batches = self._policy.micro_batches([every[row] for row in rows if teacher_ids[row]], gradients=False)
-        shape = len(teacher_ids), max(map(len, teacher_ids))
-        # A step may have no row of its source, on any rank.
-        found_BU = measured(teacher.engine, batches, shape, self._temperature) or [torch.zeros(shape)]
-        old_BT, host_BU = old_logp_BT.cpu(), found_BU[0].cpu()
-        logp_bT, size_bT = torch.zeros(2, len(rows), old_BT.shape[1])
-        for at, row in enumerate(rows):
-            tokens, count = rollout.lengths[row], len(teacher_ids[row])
-            found = spread(old_BT[row, :tokens], host_BU[row, :count], alignments[row])
-            logp_bT[at, :tokens], size_bT[at, :tokens] = found
-        return logp_bT, size_bT
 
     def loss(self, batch: TrainBatch) -> LossTerm | None:
         """Return the divergence between the policy and the teacher at the completion tokens of a micro-batch, which the

@@ -1,6 +1,6 @@
 """The charts of a run: charts.yaml with the names of the run's own metrics filled in.
 
-The page of `watch`, report.html, the model card's picture and trackers draw them. This module does not import torch.
+The page of `watch`, report.html, and the model card's picture draw them. This module does not import torch.
 """
 
 import re

@@ -1,11 +1,10 @@
-"""The process of one tracker: it follows the files of a run's folder until the run has ended.
+"""The process that shows a run on wandb: it follows the files of the run's folder until the run has ended.
 
 `process.py` starts it with the descriptor of an open file that contains its arguments as JSON. A line on standard input
 asks it to finish: `ended` if the run succeeded, otherwise `failed`. If the input or rank 0 ends without that line, the
-run counts as failed too. A tracker that fails or hangs is reported in one line, and only this process ends.
+run counts as failed too. If wandb fails or hangs, that is reported in one line, and only this process ends.
 """
 
-import importlib
 import json
 import os
 import shutil
@@ -16,45 +15,28 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import psutil
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.trackers.steps import TrackedStep, TrackedSteps
+from hybrid_grpo.records.trackers.wandb import WandbTracker
 
 LOOK_SECONDS = 0.5
 """Seconds between two checks of the folder."""
 LIMIT_SECONDS = 90.0
-"""The longest that one action of a tracker may take before it counts as hanging."""
+"""The longest that one action of wandb may take before it counts as hanging."""
 FAILED = 3
 """Exit status after a failure that was reported."""
 
 
-class Tracker(Protocol):
-    """Shows a run. It is created with the run's folder, the log settings, the configuration of the run, and whether the
-    run is resumed. Its methods may raise any exception."""
-
-    greeting: str
-    """One line that says where the run is shown."""
-
-    def write(self, step: TrackedStep) -> None: ...
-
-    def close(self, files: list[Path], failed: bool) -> None: ...
-
-
-def make(name: str, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> Tracker:
-    module = importlib.import_module(f"hybrid_grpo.records.trackers.{name}")
-    tracker: Tracker = getattr(module, f"{name.capitalize()}Tracker")(folder, config, settings, resumes)
-    return tracker
-
-
 class _Follower:
-    def __init__(self, name: str, limit_s: float) -> None:
-        self._name, self._limit_s = name, limit_s
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
         self._out, self._err = (os.fdopen(os.dup(number), "w") for number in (1, 2))
         nothing = os.open(os.devnull, os.O_WRONLY)
-        for number in (1, 2):  # trackers print a lot
+        for number in (1, 2):  # wandb prints a lot
             os.dup2(nothing, number)
 
     def follow(self, folder: Path, log: dict[str, Any], settings: dict[str, Any], done: int) -> NoReturn:
@@ -64,7 +46,7 @@ class _Follower:
         tracked = TrackedSteps(folder, done, config.histograms_every)
         try:
             with self._within("starting"):
-                tracker = make(self._name, folder, config, settings, done >= 0)
+                tracker = WandbTracker(folder, config, settings, done >= 0)
             self._say(self._out, tracker.greeting)
             while not asked.wait(LOOK_SECONDS) and os.getppid() == parent:
                 self._show(tracker, tracked.new())
@@ -78,7 +60,7 @@ class _Follower:
             self._give_up(f"{type(error).__name__}: {reason[:300]}")
         self._leave(0)
 
-    def _show(self, tracker: Tracker, steps: Iterator[TrackedStep]) -> None:
+    def _show(self, tracker: WandbTracker, steps: Iterator[TrackedStep]) -> None:
         for step in steps:
             with self._within(f"writing step {step.step}"):
                 tracker.write(step)
@@ -95,7 +77,7 @@ class _Follower:
             timer.cancel()
 
     def _give_up(self, why: str) -> NoReturn:
-        self._say(self._err, f"WARNING: {self._name} is off for the rest of this run: {why}")
+        self._say(self._err, f"WARNING: wandb is off for the rest of this run: {why}")
         self._leave(FAILED)
 
     def _say(self, stream: Any, message: str) -> None:
@@ -103,7 +85,7 @@ class _Follower:
             print(message, file=stream, flush=True)
 
     def _leave(self, status: int) -> NoReturn:
-        """Exit without the interpreter's shutdown, during which trackers wait for things that may hang."""
+        """Exit without the interpreter's shutdown, during which wandb waits for things that may hang."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -120,13 +102,11 @@ def main() -> NoReturn:
     # The run decides when this process ends, not a signal to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Trackers create a folder for each table and remove it only at the interpreter's shutdown.
+    # wandb creates a folder for each table and removes it only at the interpreter's shutdown.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hybrid_grpo_")
     with open(int(sys.argv[1]), "rb") as file:
         given = json.load(file)
-    _Follower(given["tracker"], given["limit_s"]).follow(
-        Path(given["folder"]), given["log"], given["settings"], given["done"]
-    )
+    _Follower(given["limit_s"]).follow(Path(given["folder"]), given["log"], given["settings"], given["done"])
 
 
 if __name__ == "__main__":

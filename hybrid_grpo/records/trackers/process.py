@@ -1,4 +1,4 @@
-"""Starts and ends the process of a tracker (`follower.py`) from rank 0."""
+"""Starts and ends the process that shows a run on wandb (`follower.py`) from rank 0."""
 
 from __future__ import annotations
 
@@ -24,29 +24,27 @@ from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode, wandb_host
 _NICENESS = "10"
 
 
-def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> list[TrackerProcess]:
-    """Start the trackers in log.trackers, but not wandb if it is disabled."""
-    started, mode = [], resolve_wandb_mode(config.wandb) if "wandb" in config.trackers else None
+def start_tracker(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> TrackerProcess | None:
+    """Start the process of wandb, unless wandb is disabled."""
+    mode = resolve_wandb_mode(config.wandb)
+    if mode == "disabled":
+        return None
     if mode == "online":
         shown = f"wandb: settings, metrics, prompts and completions go to {wandb_host()}"
         _say(f"{shown}; --log.wandb offline keeps them in the run's folder", sys.stdout)
-    for name in config.trackers:
-        if name == "wandb" and mode == "disabled":
-            continue
-        try:
-            started.append(TrackerProcess(name, folder, config, settings, done))
-        except OSError as error:
-            why = f"no process can be started: {error.strerror}"
-            _say(f"WARNING: {name} is off for the rest of this run: {why}", sys.stderr)
-    return started
+    try:
+        return TrackerProcess(folder, config, settings, done)
+    except OSError as error:
+        why = f"no process can be started: {error.strerror}"
+        _say(f"WARNING: wandb is off for the rest of this run: {why}", sys.stderr)
+        return None
 
 
 class TrackerProcess:
-    """The process of a tracker. It reads what it shows from the run's folder; rank 0 waits for it only in `close`."""
+    """The process of wandb. It reads what it shows from the run's folder; rank 0 waits for it only in `close`."""
 
     def __init__(
         self,
-        name: str,
         folder: Path,
         config: LogConfig,
         settings: dict[str, Any],
@@ -55,14 +53,14 @@ class TrackerProcess:
     ) -> None:
         """
         Args:
-            done: the last step of a resumed run that the tracker already has; -1 for a new run.
-            limit_s: seconds after which the tracker counts as hanging.
+            done: the last step of a resumed run that wandb already has; -1 for a new run.
+            limit_s: seconds after which wandb counts as hanging.
         """
-        self._name, self._warned = name, False
+        self._warned = False
         package = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         given = {
-            **{"tracker": name, "folder": str(folder.absolute()), "done": done, "limit_s": limit_s},
+            **{"folder": str(folder.absolute()), "done": done, "limit_s": limit_s},
             **{"log": masked(asdict(config)), "settings": json_safe(settings)},
         }
         with tempfile.TemporaryFile() as file:  # a pipe may fill up before anybody reads it
@@ -99,14 +97,14 @@ class TrackerProcess:
             self._warn(f"is off for the rest of this run: its process ended with status {status}")
 
     def ask(self, failed: bool = False) -> None:
-        """Ask the tracker to finish; `failed` says whether the run failed."""
+        """Ask wandb to finish; `failed` says whether the run failed."""
         self.look()
         with suppress(OSError):
             self._input.write(b"failed\n" if failed else b"ended\n")
             self._input.flush()
 
     def close(self, patience_s: float) -> None:
-        """Wait at most `patience_s` seconds for the tracker to finish, then kill it."""
+        """Wait at most `patience_s` seconds for wandb to finish, then kill it."""
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -118,7 +116,7 @@ class TrackerProcess:
                 pipe.close()
 
     def children(self) -> list[psutil.Process]:
-        """Return the processes that the tracker started, such as wandb's service."""
+        """Return the processes that wandb started, such as its service."""
         try:
             return list(psutil.Process(self._process.pid).children(recursive=True))
         except psutil.NoSuchProcess:
@@ -133,7 +131,7 @@ class TrackerProcess:
         self._process.wait()
 
     def _warn(self, message: str) -> None:
-        _say(f"WARNING: {self._name} {message}", sys.stderr)
+        _say(f"WARNING: wandb {message}", sys.stderr)
 
 
 def _say(message: str, stream: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reads the steps that trackers show from a run's folder while its files grow."""
+"""Reads the steps that wandb shows from a run's folder while its files grow."""
 
 import json
 import math
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrackedStep:
-    """One step as a tracker shows it."""
+    """One step as wandb shows it."""
 
     step: int
     values: dict[str, float]
@@ -144,15 +144,3 @@ def table(samples: list[tuple[str, Row]]) -> tuple[list[str], list[list[Any]]]:
     ]
     rows = [[json.dumps(cell, ensure_ascii=False) if isinstance(cell, list) else cell for cell in row] for row in rows]
     return ["why", *names, *(f"reward/{function}" for function in functions)], rows
-
-
-def as_row(step: TrackedStep, library: Any) -> dict[str, Any]:
-    """Return a step as one row, with histograms and tables of `library`, which is wandb or trackio."""
-    row: dict[str, Any] = dict(step.values)
-    row |= {name: library.Histogram(values) for name, values in step.distributions.items()}
-    if step.samples:
-        columns, cells = table(step.samples)
-        row["samples"] = library.Table(columns=columns, data=cells)
-    if step.pictures:
-        row["pictures"] = [library.Image(str(path), caption=caption) for path, caption in step.pictures]
-    return row

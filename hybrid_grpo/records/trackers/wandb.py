@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.metrics.catalogue import find
-from hybrid_grpo.records.trackers.steps import AXES, STEP, TrackedStep, as_row
+from hybrid_grpo.records.trackers.steps import AXES, STEP, TrackedStep, table
 
 WandbMode = Literal["online", "offline", "disabled"]
 
@@ -48,7 +48,11 @@ def run_id(folder: Path, resumes: bool) -> str:
 
 
 class WandbTracker:
-    """Shows a run on wandb, or, if the mode is offline, writes it to the run's folder."""
+    """Shows a run on wandb, or, if the mode is offline, writes it to the run's folder. Any of its methods may raise any
+    exception."""
+
+    greeting: str
+    """One line that says where the run is shown."""
 
     def __init__(self, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> None:
         import wandb
@@ -88,7 +92,17 @@ class WandbTracker:
         for message in step.alarms:
             self._run.alert(f"Alarm at step {step.step}", message, level="WARN", wait_duration=0.001)
         # wandb drops rows below its own step count, and a run that was rolled back starts below it.
-        self._run.log(as_row(step, self._wandb), step=max(step.step, self._run.step), commit=True)
+        self._run.log(self._row(step), step=max(step.step, self._run.step), commit=True)
+
+    def _row(self, step: TrackedStep) -> dict[str, Any]:
+        row: dict[str, Any] = dict(step.values)
+        row |= {name: self._wandb.Histogram(values) for name, values in step.distributions.items()}
+        if step.samples:
+            columns, cells = table(step.samples)
+            row["samples"] = self._wandb.Table(columns=columns, data=cells)
+        if step.pictures:
+            row["pictures"] = [self._wandb.Image(str(path), caption=caption) for path, caption in step.pictures]
+        return row
 
     def _define(self, name: str) -> None:
         if name in self._defined:

@@ -11,22 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config.adapters import is_adapter
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.distributed.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.generation import Workspace
-from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.state_pool import rows_for
-from hybrid_grpo.model.loading import load_config, parameters_of
+from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel
-from hybrid_grpo.run.memory import reference, remedies
+from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.memory.parts import Part, Phase, gib
 from hybrid_grpo.run.memory.tower import NO_TOWER, TowerSizes, tower_sizes
@@ -105,19 +103,8 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
     tower = tower_sizes(config.policy, config.lora, model_config, album)
-    return Plan(
-        config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, user, tower, measured
-    )
-
-
-def _user_bytes(config: TrainConfig, longest: int, hardware: Hardware) -> int:
-    if not (name := config.rollout.user_model):
-        return 0
-    dtype = config.policy.dtype
-    _, kept = user_workspace(config.rollout, load_config(name), dtype, longest, hardware.device_bytes)
-    return getattr(torch, dtype).itemsize * parameters_of(name) + (kept if hardware.on_gpu else 0)
+    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, tower, measured)
 
 
 @dataclass
@@ -138,8 +125,6 @@ class Plan:
     held_out_longest: int = 0
     """Number of tokens in the longest prompt of an evaluation with its completion."""
     features: Sequence[FeatureMemory] = ()
-    user: int = 0
-    """Bytes of the model that plays the user and, on a GPU, of the memory for decoding that it keeps."""
     tower: TowerSizes = NO_TOWER
     measured: Callable[[TrainConfig, BatchPlan], Sizes] | None = None
     """Makes another dry run, for other settings of `policy`; takes seconds."""
@@ -252,7 +237,7 @@ class Plan:
         """What a rank with a GPU has in host memory."""
         states = self.states() if self.offloads else []
         weights = Part("weights", self.dtype * self.n // self.ranks if self.hosted else 0, "more ranks")
-        parts = [self.process, self.reward_models(on_host=True), reference.held(self), weights, *states]
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
         parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
@@ -263,14 +248,13 @@ class Plan:
             Part("weights", 0 if self.hosted else self.dtype * self.n // shards, remedies.fewer_weights(self)),
             self.reward_models(on_host=False),
         ]
-        user = Part("user", self.user, "a smaller rollout.user_model")
         tower = self.tower.at_rest(self.dtype, shards, has_reference=self.config.grpo.has_reference)
-        parts += [*self.feature_parts(on_host=False), user, tower]
+        parts += [*self.feature_parts(on_host=False), tower]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
-        return [self.process, *parts, *on_host, *self.states(), reference.held(self)]
+        return [self.process, *parts, *on_host, *self.states(), self.reference()]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """Return the parts and, on a GPU, one more for what torch's allocator holds in addition to them."""
@@ -322,9 +306,19 @@ class Plan:
             return Part("gathered weights", self.dtype * self.sizes.attending if self.gpu else 0)
         return Part("gathered weights", self.dtype * self.n)
 
+    def reference(self) -> Part:
+        """Return the reference in host memory, sharded over the ranks, and the float32 average that it may be the
+        rounding of, with that of its tower. With new adapters, it takes no memory of its own."""
+        grpo, each = self.config.grpo, self.n // self.ranks
+        loaded = grpo.has_reference and (not self.config.lora.rank or is_adapter(self.config.policy.model))
+        average = 4 * (each + self.tower.trained) if grpo.averages_reference and self.dtype == 2 else 0
+        return Part("reference", self.dtype * each + average if loaded else 0, "grpo.beta 0, more ranks")
+
     def copy(self) -> Part:
         """Return the copy from which a checkpoint is written; if there is no memory for it, training waits instead."""
-        size = 12 * self.owned + reference.saved(self) + sum(feature.saved(self) for feature in self.features)
+        grpo = self.config.grpo
+        of_reference = (4 if grpo.averages_reference else self.dtype) * self.n // self.ranks if grpo.ref_every else 0
+        size = 12 * self.owned + of_reference + sum(feature.saved(self) for feature in self.features)
         return Part("copy to save", size if self.config.checkpoint.copies else 0, fewest=0)
 
     def feature_parts(self, on_host: bool) -> list[Part]:

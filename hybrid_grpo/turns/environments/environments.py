@@ -50,8 +50,6 @@ class Kind:
     """Whether `reset` is annotated with None, and so returns no initial observation."""
     tools: list[dict[str, Any]]
     """JSON schemas of the methods that are tools."""
-    shares: int
-    """Maximum number of objects in one process."""
     shows: bool
     """Whether observations may have pictures."""
 
@@ -166,7 +164,7 @@ class Environments:
         return openings
 
     def _lease(self, kind: Kind) -> Lease:
-        return self._leases.lease(kind.index, kind.shares)
+        return self._leases.lease(kind.index)
 
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}

@@ -9,9 +9,7 @@ reads at the end of the prompt. What the model reads is text or, if the class sa
 picture (PIL's, or a file's bytes), or a list of texts and pictures. `get_reward` and `close`, if defined, are called at
 the end. All methods may be async.
 
-An object has a process of its own unless its class has an attribute `objects_per_process`. The objects of a process
-share modules and whatever they change in them; `random` and numpy's global generator continue for each object as if it
-were alone.
+An object has a process of its own.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ from hybrid_grpo.rewards.functions import finite_reward
 from hybrid_grpo.turns.observations import Unreadable, digest, observed, received, sent, shows_pictures
 from hybrid_grpo.turns.tools.functions import WrongArguments, check_arguments, described
 
-_SHARES = "objects_per_process"
-"""Attribute of a class that allows its objects to share a process."""
 _LONGEST_STATE = 1 << 28
 """Maximum number of characters in the state of an environment."""
 _OWN = ("reset", "get_reward", "close")
@@ -75,7 +71,6 @@ class EnvironmentEntry:
             "steps": not tools,
             "silent": reset.return_annotation in (None, "None"),
             "tools": tools,
-            "shares": _shares(kind, setting),
             "shows": shows_pictures(kind),
         }
         needed = [
@@ -140,31 +135,23 @@ _EVENTS = {
 
 
 class EnvironmentProcess:
-    """The objects of an entry in a worker process; a `Callee`.
+    """The object of an entry in a worker process; a `Callee`.
 
-    A call has one row, a request: a mapping with the `number` of the object and `do`, which is `begin`, `call`, `step`,
-    `end` or `close`; the rest are arguments of the method below that carries it out. The value of the reply is the
-    result.
+    A call has one row, a request: a mapping with `do`, which is `begin`, `call`, `step`, `end` or `close`; the rest are
+    arguments of the method below that carries it out. The value of the reply is the result.
     """
 
     def __init__(self, place: str, factory: Callable[[], Any], interface: Interface, file: str | None) -> None:
         self.interface = interface
         self._place, self._factory, self._file = place, factory, file
-        self._shares = interface.schema["shares"] > 1
-        self._instances: dict[int, Any] = {}
         self._instance: Any = None
-        """The object that the request under way is for."""
-        self._random: dict[int, tuple[Any, Any]] = {}
-        """Random states by object, if there may be several, so that an object's draws do not depend on the others."""
+        """The object; None before `begin` and after `close`."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def reply(self, call: Call) -> Reply:
         request = dict(call.inputs["request"][0])
-        do, number = request.pop("do"), request.pop("number")
-        self._instance = self._instances.pop(number, None)
+        do = request.pop("do")
         try:
-            if self._shares and number in self._random:
-                _restore_random(self._random.pop(number))
             if do not in ("begin", "close") and self._instance is None:
                 raise _Refused("was not reset")
             return Reply([getattr(self, f"_{do}")(**request)], [None])
@@ -176,11 +163,6 @@ class EnvironmentProcess:
             # The model reads a method's error message in the same form as another tool's.
             message = describe(error, None) if do == "call" else f"raised {describe(error, self._file)}"
             return raised(error, message, 1)
-        finally:
-            if self._instance is not None:
-                self._instances[number] = self._instance
-                if self._shares:
-                    self._random[number] = _random_state()
 
     async def reply_async(self, call: Call) -> Reply:
         return self.reply(call)
@@ -254,17 +236,6 @@ class EnvironmentProcess:
         return self._loop.run_until_complete(awaited())
 
 
-def _random_state() -> tuple[Any, Any]:
-    """Return the states of `random` and, if numpy is loaded, of its global generator."""
-    return random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-
-
-def _restore_random(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    if state[1] is not None:
-        sys.modules["numpy"].random.set_state(state[1])
-
-
 def _stepped(result: Any) -> tuple[Any, Any, bool]:
     """Return observation, reward and done from the return value of `step`."""
     if isinstance(result, tuple) and len(result) == 5:
@@ -280,14 +251,6 @@ def _stepped(result: Any) -> tuple[Any, Any, bool]:
             " object with observation, reward and done"
         )
     return observation, reward, done
-
-
-def _shares(kind: Any, setting: str) -> int:
-    """Return how many objects of a class may share one process."""
-    shares = getattr(kind, _SHARES, 1)
-    if type(shares) is not int or shares < 1:
-        raise UserError(f"{setting}: {_SHARES} is {shares!r:.40}: give a whole number, 1 or greater")
-    return shares
 
 
 def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:

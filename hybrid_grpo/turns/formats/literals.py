@@ -1,8 +1,4 @@
-"""Calls that are written as in Python, f(a=1, b=['c']), or with Gemma's own values.
-
-Python's parser recurses without a limit and may crash the process, so calls are parsed here, to a bounded depth; only
-single strings are evaluated.
-"""
+"""Calls that are written as in Python, f(a=1, b=['c']), or with Gemma's own values."""
 
 from __future__ import annotations
 
@@ -15,142 +11,74 @@ from typing import Any
 
 from hybrid_grpo.turns.calls import Part, Properties, ToolCall, unended
 
-_TOKEN = re.compile(
-    r"""\s*(?:
-    (?P<text>[bBrRuUfF]{0,2}(?:'''.*?'''|\"\"\".*?\"\"\"|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"))
-    | (?P<number>[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)
-    | (?P<name>[^\W\d][\w.-]*)
-    | (?P<sign>[\[\](){},:=])
-    )""",
-    re.DOTALL | re.VERBOSE,
-)
 _NAMED = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
-_DEEPEST = 100
-_PAIRS = {"[": "]", "(": ")", "{": "}"}
-
-
-class _Reader:
-    """Parses calls and values; its methods raise ValueError if the text has a different form."""
-
-    def __init__(self, text: str) -> None:
-        self._text, self.place = text, 0
-
-    def _next(self) -> tuple[str, str]:
-        """Consume the next token; returns its kind and text."""
-        found = _TOKEN.match(self._text, self.place)
-        if found is None or found.lastgroup is None:
-            rest = self._text[self.place : self.place + 20].strip()
-            raise ValueError(f"{rest!r} is not part of a call") if rest else unended("the call")
-        self.place = found.end()
-        return found.lastgroup, found[found.lastgroup]
-
-    def follows(self, sign: str) -> bool:
-        """Consume this sign if it is next; returns whether it was."""
-        found = _TOKEN.match(self._text, self.place)
-        if found is None or found["sign"] != sign:
-            return False
-        self.place = found.end()
-        return True
-
-    def is_done(self) -> bool:
-        """Whether nothing but white space is left."""
-        return not self._text[self.place :].strip()
-
-    def expect(self, sign: str) -> None:
-        """Consume this sign; raises ValueError if it is not next."""
-        if not self.follows(sign):
-            raise ValueError(f"a call lacks {sign!r} before {self._text[self.place : self.place + 20]!r}")
-
-    def call(self) -> ToolCall:
-        """Parse the next call, which may have only keyword arguments."""
-        kind, name = self._next()
-        if kind != "name":
-            raise ValueError(f"{name!r} is not a name of a tool")
-        self.expect("(")
-        arguments: dict[str, Any] = {}
-        while not self.follows(")"):
-            key = self._next()[1]
-            self.expect("=")
-            arguments[key] = self.value()
-            if not self.follows(","):
-                self.expect(")")
-                break
-        return ToolCall(name, arguments)
-
-    def value(self, depth: int = 0) -> Any:
-        """Parse the next value. Sets and tuples become lists; what JSON lacks, such as bytes, becomes `...`."""
-        if depth > _DEEPEST:
-            raise ValueError(f"arguments are nested more than {_DEEPEST} deep")
-        kind, token = self._next()
-        if kind == "text":
-            return _text(token)
-        if kind == "number":
-            return _number(token)
-        if token in _NAMED:
-            return _NAMED[token]
-        if token not in _PAIRS:
-            raise ValueError(f"{token!r} is not a value")
-        return self._many(token, depth + 1)
-
-    def _many(self, begin: str, depth: int) -> Any:
-        values: list[Any] = []
-        keys: list[Any] = []
-        while not self.follows(_PAIRS[begin]):
-            values.append(self.value(depth))
-            if begin == "{" and self.follows(":"):
-                keys.append(values.pop())
-                values.append(self.value(depth))
-            if not self.follows(","):
-                self.expect(_PAIRS[begin])
-                break
-        if begin == "{" and len(keys) == len(values):
-            return {str(key): value for key, value in zip(keys, values, strict=True)}
-        return values if not keys else ...
-
-
-_RAW = {"\\\n": "", "\n": "\\n", "\r": "\\r", "\x00": "\\x00"}
+_NAME = re.compile(r"[^\W\d][\w.-]*")
+_TEXT = re.compile(
+    r"""(?P<long>\'{3}.*?\'{3}|"{3}.*?"{3})|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?P<zeros>(?<![\w.])0+(?=[1-9]))""",
+    re.DOTALL,
+)
+_RAW = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 """Characters that a model's string may contain but a Python literal may not, and what replaces them."""
 
 
-def _text(token: str) -> Any:
-    is_long = token.lstrip("bBrRuUfF")[:3] in ("'''", '"""')
-    escaped = (
-        token if is_long else re.sub(r"\\.|[\n\r\x00]", lambda raw: _RAW.get(raw[0], raw[0]), token, flags=re.DOTALL)
-    )
+def _as_python(found: re.Match[str]) -> str:
+    """Escape a string of `_TEXT`; remove zeros before a number."""
+    if found["long"] or found["zeros"]:
+        return found["long"] or ""
+    return re.sub(r"\\.|[\n\r\0]", lambda raw: _RAW.get(raw[0], raw[0]), found[0], flags=re.DOTALL)
+
+
+def _parsed(text: str) -> ast.expr:
+    """Parse an expression of Python, whose strings may have ends of lines and whose numbers zeros before them. Raise
+    ValueError if it is not one."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes
-            value = ast.literal_eval(escaped)
-    except Exception:  # for example, for an f-string
-        return ...
-    return value if isinstance(value, str) else ...
+            return ast.parse(_TEXT.sub(_as_python, text).strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"it is not written as in Python: {error.msg}") from None
+    except (MemoryError, RecursionError):
+        raise ValueError("it is nested too deeply") from None
 
 
-def _number(token: str) -> int | float:
-    digits = token.replace("_", "")
-    return int(digits) if re.fullmatch(r"[-+]?\d+", digits) else float(digits)
+def _value(node: ast.expr) -> Any:
+    """Return the value of a literal; sets and tuples become lists."""
+    if isinstance(node, ast.Name) and node.id in _NAMED:
+        return _NAMED[node.id]
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return [_value(part) for part in node.elts]
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        pairs = zip(node.keys, node.values, strict=True)
+        return {str(_value(key)): _value(part) for key, part in pairs if key is not None}
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        raise ValueError(f"{ast.unparse(node)[:80]!r} is not a value") from None
+
+
+def _call(node: ast.expr) -> ToolCall:
+    """Return the call, which may have only keyword arguments. Its name may have dots and dashes."""
+    before, call = "", node
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        before, call = f"{ast.unparse(node.left)}-".replace(" - ", "-"), node.right
+    if isinstance(call, ast.Call) and not call.args and all(keyword.arg for keyword in call.keywords):
+        name = before + ast.unparse(call.func)
+        if _NAME.fullmatch(name):
+            return ToolCall(name, {str(keyword.arg): _value(keyword.value) for keyword in call.keywords})
+    raise ValueError(f"{ast.unparse(node)[:80]!r} is not a call of a tool by keywords")
 
 
 def literal(text: str) -> Any:
     """Parse a value as Python writes it; raises ValueError if the text is not one value."""
-    reader = _Reader(text)
-    value = reader.value()
-    if not reader.is_done():
-        raise ValueError("more than a value")
-    return value
+    return _value(_parsed(text))
 
 
 def _listed(text: str) -> Iterator[Part]:
     """Yield the calls in a list of calls."""
-    reader = _Reader(text)
-    reader.expect("[")
-    while not reader.follows("]"):
-        yield reader.call()
-        if not reader.follows(","):
-            reader.expect("]")
-            break
-    if not reader.is_done():
-        yield ValueError(f"{text[reader.place :].strip()[:80]!r} follows the calls")
+    calls = _parsed(text)
+    if not isinstance(calls, ast.List):
+        raise ValueError("it is not a list of calls")
+    yield from map(_call, calls.elts)
 
 
 _BEGINS = re.compile(r"\[\s*[^\W\d][\w.-]*\(\s*(?:\)|[^\W\d]\w*\s*=[^=])")
@@ -166,16 +94,17 @@ def pythonic(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
         yield text
 
 
+_LINES = re.compile(r"\)[^\S\n]*\n\s*(?=[^\W\d][\w.-]*\()")
+"""The end of a call and of its line, before the next call."""
+
+
 def olmo3(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
     """<function_calls>f(a=1)</function_calls>, with one call per line, as written by OLMo 3."""
     before, begin, rest = text.partition("<function_calls>")
     yield before
     if begin:
         body, end, after = rest.partition("</function_calls>")
-        reader = _Reader(body)
-        while not reader.is_done():
-            yield reader.call()
-            reader.follows(",")
+        yield from _listed(f"[{_LINES.sub('), ', body)}]")
         yield after
         if not end:
             yield unended("<function_calls>")

@@ -20,7 +20,7 @@ from hybrid_grpo.distributed.workers.messages import LONGEST_TEXT
 from hybrid_grpo.turns.observations import Unreadable, observed, received, sent, shows_pictures
 from hybrid_grpo.turns.tools import builtins
 
-BUILTINS = ("calculator", "python", "search")
+BUILTINS = ("calculator", "python")
 """Tools that a configuration names without a path."""
 
 
@@ -37,7 +37,7 @@ class ToolEntry:
         """Find the function of the entry, which messages call `name`, and describe it for the model. Raises UserError
         if there is no such function, or if it lacks type hints or a docstring."""
         setting = f"{name} {self.function}"
-        function, fixed = _function(self, setting)
+        function, fixed = self._function(setting), self.kwargs
         plain = inspect.unwrap(function)
         schema = described(plain, setting)
         shown = schema["function"]["parameters"]
@@ -49,6 +49,23 @@ class ToolEntry:
         parameters = inspect.signature(function).parameters
         signature = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
         return Tool(schema["function"]["name"], partial(function, **fixed), signature, interface)
+
+    def _function(self, setting: str) -> Callable[..., Any]:
+        name = self.function
+        if name in BUILTINS:
+            function: Callable[..., Any] = getattr(builtins, name)
+        else:
+            own = "one of your own is path/to/file.py:function or package.module:function"
+            refuse(":" not in name, f"{setting} is not a built-in: {did_you_mean(name, BUILTINS)}; {own}")
+            function = import_object(name, setting)
+        parameters = inspect.signature(function).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        for kwarg in self.kwargs:
+            refuse(
+                kwarg not in parameters and not takes_any,
+                f"{setting}: kwargs {kwarg}: there is no such argument: {did_you_mean(kwarg, parameters)}",
+            )
+        return function
 
     def checked(self, value: Any, expected: None) -> Any:
         """Return what a tool returned, as an `Observation`."""
@@ -122,32 +139,3 @@ def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
             " a line in the docstring's Args"
         ) from error
     return schema
-
-
-def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function of an entry, and the arguments that are the same in every call of it."""
-    name, function = config.function, None
-    if name == "search":
-        # Late, since only processes that search need numpy.
-        from hybrid_grpo.turns.tools.search import search_tool
-
-        function = search_tool
-    elif name in BUILTINS:
-        function = getattr(builtins, name)
-    else:
-        hint = f"{did_you_mean(name, BUILTINS)}; one of your own is path/to/file.py:function or package.module:function"
-        refuse(":" not in name, f"{setting} is not a built-in: {hint}")
-        function = import_object(name, setting)
-    parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for kwarg in config.kwargs:
-        refuse(
-            kwarg not in parameters and not takes_any,
-            f"{setting}: kwargs {kwarg}: there is no such argument: {did_you_mean(kwarg, parameters)}",
-        )
-    if name != "search":
-        return function, config.kwargs
-    try:
-        return function(**config.kwargs), {}
-    except ValueError as error:
-        raise UserError(f"{setting}: {error}") from None

@@ -22,7 +22,3 @@ export function outline(xs, ys, floor, style) {
   const ends = [`${SIZE * xs.at(-1)} ${SIZE * floor}`, `${SIZE * xs[0]} ${SIZE * floor}`];
   return node("path", { d: `M${[...points, ...ends].join("L")}Z`, ...style });
 }
-
-export function box(left, top, width, height, style) {
-  return node("rect", { x: SIZE * left, y: SIZE * top, width: SIZE * width, height: SIZE * height, ...style });
-}

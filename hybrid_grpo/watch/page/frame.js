@@ -1,4 +1,4 @@
-// A card with a picture that is read mark by mark, with the pointer or the keyboard: cells of a map, bars, times.
+// A card with a picture that is read mark by mark, with the pointer or the keyboard: stages, times.
 import { el } from "./dom.js";
 import { hideTip, showTip } from "./tip.js";
 
@@ -39,10 +39,10 @@ export class Frame {
 
   // words: what the picture shows, in a sentence. picture: an element. count: how many marks it has.
   // box(at): left, top, width and height of a mark in shares of the picture. say(at): what the box beside it says.
-  // columns: marks in a row, 0 where rows are not alike. pick(at): what a click does.
-  show({ words, picture, count, box, say, columns = 0, pick = () => {}, under }) {
+  // pick(at): what a click does.
+  show({ words, picture, count, box, say, pick = () => {}, under }) {
     this.card.setAttribute("aria-label", `${this.title.textContent.trim()}. ${words} ${this.hint}`.trim());
-    Object.assign(this, { count, box, say, columns, pick, find: under });
+    Object.assign(this, { count, box, say, pick, find: under });
     this.area.replaceChildren(picture, this.cursor);
     if (this.current >= count) this.mark(-1);
   }
@@ -78,13 +78,12 @@ export class Frame {
   press(event) {
     if (event.target !== this.card || !this.count || event.ctrlKey || event.metaKey) return;
     const by = event.shiftKey ? 10 : 1,
-      row = this.columns || 1,
       at = this.current;
     const to = {
       ArrowLeft: at - by,
       ArrowRight: at + by,
-      ArrowUp: at - by * row,
-      ArrowDown: at < 0 ? 0 : at + by * row,
+      ArrowUp: at - by,
+      ArrowDown: at + by,
       Home: 0,
       End: this.count - 1,
       Escape: -1,

@@ -63,11 +63,11 @@ const group = place =>
 
 // The step that was kept nearest to the one that is asked for.
 function step({ step: wanted }) {
-  const { kept, steps, over_time } = frozen.step,
+  const { kept, steps } = frozen.step,
     away = one => Math.abs(one.details.step - wanted);
   const found =
     wanted === null ? kept.at(-1) : kept.reduce((best, one) => (away(one) < away(best) ? one : best), kept[0]);
-  return { details: null, ...found, steps, over_time, read: 1, kept: kept.map(one => one.details.step) };
+  return { details: null, ...found, steps, kept: kept.map(one => one.details.step) };
 }
 
 const answers = {
@@ -78,7 +78,6 @@ const answers = {
   step,
   sample: place => sample(place).all,
   tokens: place => sample(place).tokens,
-  prompts: ({ order }) => frozen.prompts[order],
 };
 
 export const answer = (question, parameters) =>

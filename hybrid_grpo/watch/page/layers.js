@@ -1,4 +1,4 @@
-// Parts of the steps, one on top of the other, from the first step to the last, such as those of their time.
+// The time of the parts of the steps, one on top of the other, from the first step to the last.
 import { duration, el, number, seconds, whole } from "./dom.js";
 import { drawing, outline } from "./drawing.js";
 import { Frame } from "./frame.js";
@@ -7,11 +7,10 @@ import { facts } from "./tip.js";
 const label = part => part.replaceAll("_", " ");
 
 export class Layers {
-  // open(first, last) shows steps; color, amount, whole: how a part is drawn by its name, how its size in a step is
-  // written, and that in all steps.
-  constructor({ title, unit, tall = 170, color, amount = seconds, whole = duration }, open) {
-    Object.assign(this, { open, color, amount, inAll: whole });
-    this.frame = new Frame({ title, unit, tall, hint: "The arrow keys read steps, enter opens them." });
+  // open(first, last) shows steps; color(name): the colour of a part.
+  constructor({ title, unit, color }, open) {
+    Object.assign(this, { open, color });
+    this.frame = new Frame({ title, unit, tall: 170, hint: "The arrow keys read steps, enter opens them." });
     this.card = this.frame.card;
     this.card.classList.add("wide");
   }
@@ -38,7 +37,7 @@ export class Layers {
     const share = layer => `${number((100 * layer.total) / total)} %`;
     this.frame.labels(
       [steps[0][0], steps[Math.floor(count / 2)][0], steps[count - 1][1]].map(step => `step ${whole(step)}`),
-      [this.amount(top), "0"],
+      [seconds(top), "0"],
     );
     this.frame.show({
       words: layers.map(layer => `${label(layer.name)} ${share(layer)}`).join(", ") + ".",
@@ -49,8 +48,8 @@ export class Layers {
       under: left => Math.min(count - 1, Math.max(0, Math.floor(left * count))),
       say: at =>
         facts(span(at), [
-          ...layers.map(layer => [label(layer.name), this.amount(layer.values[at])]),
-          ["together", this.amount(heights[at])],
+          ...layers.map(layer => [label(layer.name), seconds(layer.values[at])]),
+          ["together", seconds(heights[at])],
         ]),
       pick: at => this.open(...steps[at]),
     });
@@ -62,7 +61,7 @@ export class Layers {
           el("i", { class: "key", style: { background: color(at) } }),
           `${label(layer.name)} `,
           el("b", {}, share(layer)),
-          ` ${this.inAll(layer.total)}`,
+          ` ${duration(layer.total)}`,
         ),
       ),
     );

@@ -3,9 +3,8 @@ import { drawCharts, findCharts, layOut, printCharts, redrawCharts, useCharts } 
 import { ask, byId } from "./dom.js";
 import { frozen } from "./frozen.js";
 import { showAlarms, showOverview } from "./overview.js";
-import { showPrompts, startPrompts } from "./prompts.js";
 import { foundRuns, showRuns } from "./runs.js";
-import { findSamples, showSamples, startSamples } from "./samples.js";
+import { showSamples, startSamples } from "./samples.js";
 import { showSettings } from "./settings.js";
 import { archive, archived, recall, remember, state, teamOf } from "./state.js";
 import { showStep, startStep } from "./step.js";
@@ -41,7 +40,6 @@ function show() {
 }
 
 function showDetails() {
-  if (state.view === "prompts") showPrompts();
   if (state.view === "step") showStep();
 }
 
@@ -49,13 +47,6 @@ function view(name) {
   state.view = name;
   show();
   if (name === "curves") drawCharts();
-}
-
-function openSamples(run, query) {
-  state.view = "samples";
-  show();
-  findSamples(run, query);
-  byId("main").focus();
 }
 
 async function showNumbers() {
@@ -231,7 +222,6 @@ if (frozen) {
 }
 if (innerWidth < 860) byId("chooser").open = false;
 startSamples();
-startPrompts(openSamples);
 startStep();
 recall();
 showTheme();

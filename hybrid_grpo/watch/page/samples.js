@@ -18,7 +18,6 @@ let rows = [],
   page = 0,
   next = null,
   read = 0,
-  leftOut = 0,
   sorted = { by: "step", up: false },
   chosen = null,
   run = null,
@@ -112,11 +111,6 @@ export function showSamples() {
 }
 
 // Completions of a run by what the search form has: its fields by name.
-export function findSamples(name, query) {
-  form.elements.run.value = name;
-  open(name, query);
-}
-
 function open(name, query = null) {
   run = name;
   chosen = null;
@@ -135,7 +129,7 @@ async function search(from = null) {
   const mine = ++turn;
   if (!from) {
     rows = [];
-    read = leftOut = page = 0;
+    read = page = 0;
   }
   if (!run) {
     status.textContent = "Choose a run on the left.";
@@ -166,7 +160,6 @@ async function search(from = null) {
     found.push(...answer.rows);
     if (order.order) found = found.sort(compare).slice(0, SHOWN);
     read += answer.read;
-    leftOut += answer.left_out ?? 0;
     from = next = answer.next;
     ({ steps, kept, count } = answer);
   } while (from && (order.order || found.length < SHOWN));
@@ -175,15 +168,14 @@ async function search(from = null) {
     known = new Set([...reasons.options].map(option => option.value));
   for (const reason of new Set(rows.map(row => row.finish)))
     if (!known.has(reason)) reasons.append(el("option", { value: reason }, reason));
-  const reach = next ? `, down to step ${next[0]}` : "",
-    without = leftOut ? `, without ${whole(leftOut)} of more than 8 MiB` : "";
+  const reach = next ? `, down to step ${next[0]}` : "";
   const saved =
     steps &&
     `Saved: ${whole(count)} step${count === 1 ? "" : "s"}, from ${steps[0]} to ${steps[1]}.${kept ? ` In this file: ${kept.join(", ")}, starting with the groups whose rewards differ most.` : ""}`;
   status.textContent = steps
-    ? !read && !leftOut
+    ? !read
       ? `${kept ? "No completions of these steps are in this file." : "No completions of these steps were saved (log.rollouts_every)."} ${saved}`
-      : `${whole(rows.length)} ${order.order ? `with the ${sorted.up ? "lowest" : "highest"} ${order.order}` : "found"} in ${whole(read)} completions${reach}${without}. ${saved}`
+      : `${whole(rows.length)} ${order.order ? `with the ${sorted.up ? "lowest" : "highest"} ${order.order}` : "found"} in ${whole(read)} completions${reach}. ${saved}`
     : "This run has saved no completions (log.rollouts_every).";
   show();
 }

@@ -1,7 +1,7 @@
 // What is shown. It stands in the page's address, so that a reload, a bookmark or a link shows the same.
 
 const WORDS = ["window", "chart", "base", "grouped"];
-const VIEWS = ["curves", "samples", "prompts", "step", "settings"];
+const VIEWS = ["curves", "samples", "step", "settings"];
 
 export const state = {
   view: "curves",

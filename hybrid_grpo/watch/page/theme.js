@@ -1,6 +1,6 @@
 // Before anything is drawn: the colours that were chosen, or those of the system.
 "use strict";
-// A page in a frame of another one, as trackers show a report, may have no storage.
+// A page in a frame of another one, as wandb shows a report, may have no storage.
 function recallChoice(name) {
   try {
     return localStorage.getItem(name);

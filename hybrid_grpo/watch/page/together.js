@@ -1,7 +1,7 @@
 // The runs of a group as one curve: at each place the mean of their values, the highest and the lowest.
 
 // The value of a curve at x, between the two points next to it.
-export function valueAt([xs, values], x) {
+function valueAt([xs, values], x) {
   const next = xs.findIndex(other => other >= x);
   if (next <= 0) return values[Math.max(0, next)];
   const share = (x - xs[next - 1]) / (xs[next] - xs[next - 1]);

@@ -9,7 +9,7 @@ from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.building import build, setting_names
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.features.average.memory import AverageMemory
+from hybrid_grpo.features.average.average import AverageMemory
 from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.run.memory.plan import Plan
 

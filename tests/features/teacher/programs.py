@@ -12,10 +12,9 @@ from rank_programs import made, main
 import hybrid_grpo as hg
 from hybrid_grpo.distributed.ranks import world_size
 
-BYTES: dict[str, Any] = {"other_tokenizer": True, "clamp": 5.0}
 METRICS = (
     *("policy/loss", "policy/grad_norm", "reward/mean", "completion/length_mean"),
-    *("teacher/kl", "teacher/logp", "teacher/loss", "teacher/left_out_frac", "guests/answers/rows"),
+    *("teacher/kl", "teacher/logp", "teacher/loss", "guests/answers/rows"),
 )
 
 
@@ -45,16 +44,16 @@ def steps(folder: Path, stage: int, generations: int, sections: Any = None, **te
 def all_ways(folder: Path) -> dict[str, Any]:
     """A teacher in the loss, by its most probable tokens, of which half of the completions are answers from a file; the
     policy itself in the advantages, which reads the answer and completes every prompt once; and two teachers, each for
-    a source of prompts, of which one has another tokenizer. The stage is 3 on two ranks and 0 on one."""
+    a source of prompts. The stage is 3 on two ranks and 0 on one."""
     stage, offload, other = 3 if world_size() > 1 else 0, world_size() > 1, str(folder / "other")
     answers = {"name": "answers", "weight": "distill", "path": str(folder / "answers.jsonl")}
     of_loss = {"into": "loss", "top_k": 4, "coef": 0.5, "divergence": "jsd", "clamp": 2.0}
     mixture = [{"path": str(folder / f"{name}.jsonl"), "limit": 60} for name in ("train", "heldout")]
-    by_source = {"train": other, "heldout": str(folder / "bytes")}
+    by_source = {"train": other, "heldout": str(folder / "model")}
     return {
         "loss": steps(folder, stage, 2, {"guests": {"writers": [answers]}}, model=other, offload=offload, **of_loss),
         "advantage": steps(folder, stage, 1, prompt_column="answer"),
-        "sources": steps(folder, stage, 2, {"data": {"path": "", "mixture": mixture}}, by_source=by_source, **BYTES),
+        "sources": steps(folder, stage, 2, {"data": {"path": "", "mixture": mixture}}, by_source=by_source, clamp=5.0),
     }
 
 

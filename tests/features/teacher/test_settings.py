@@ -14,7 +14,7 @@ MIXTURE = {"mixture": [{"path": "maths.jsonl"}, {"path": "code.jsonl"}]}
     {"teacher": {"prompt_column": "solved", "into": "loss", "top_k": 64}},
     {"teacher": {"model": "m", "into": "loss", "divergence": "jsd", "jsd_beta": 0.1, "clamp": 3.0}},
     {"teacher": {"by_source": {"maths": "m"}, "prompt_column": "solved"}, "data": MIXTURE},
-    {"teacher": {"by_source": {"maths": "m", "code": "n"}, "other_tokenizer": True}, "data": MIXTURE},
+    {"teacher": {"by_source": {"maths": "m", "code": "n"}}, "data": MIXTURE},
     # The teacher alone teaches the other source.
     {"teacher": {"model": "m"}, "data": MIXTURE, "rewards": [{"function": "exact_match", "sources": ["maths"]}]},
 ])  # fmt: skip

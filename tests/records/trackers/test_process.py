@@ -1,5 +1,5 @@
-"""Whatever happens to a tracker, the run continues and has one line about it, which rank 0 prints (capsys sees nothing
-of other processes): the tracker's own process would write into the live line of the terminal."""
+"""Whatever happens to wandb, the run continues and has one line about it, which rank 0 prints (capsys sees nothing
+of other processes): its own process would write into the live line of the terminal."""
 
 import time
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_a_tracker_that_fails_or_hangs_is_told_of_once_and_ends_alone(
 ):
     monkeypatch.setenv("FAULT", fault)
     limit_s = {"init hangs": 5, "log hangs": 10}.get(fault, 300)
-    process = TrackerProcess("wandb", folder, LogConfig(wandb="offline"), {}, limit_s=limit_s)
+    process = TrackerProcess(folder, LogConfig(wandb="offline"), {}, limit_s=limit_s)
     if fault != "finish hangs":
         waited_for(lambda: has_ended(process))
     for _ in range(3):
@@ -117,7 +117,7 @@ def test_a_tracker_that_fails_or_hangs_is_told_of_once_and_ends_alone(
 @pytest.mark.process
 def test_a_run_outlives_wandb_s_own_service_and_leaves_no_process(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
-    process = TrackerProcess("wandb", folder, LogConfig(wandb="offline"), {}, limit_s=120)
+    process = TrackerProcess(folder, LogConfig(wandb="offline"), {}, limit_s=120)
     waited_for(lambda: list((folder / "wandb").glob("latest-run/files/media/table/*")))
     service = [child for child in process.children() if "wandb-core" in child.name()]
     assert {child.nice() for child in service} == {10}

@@ -31,19 +31,18 @@ def test_wandb_is_online_only_with_an_account(no_account, monkeypatch, tmp_path)
 
 
 def test_a_key_in_the_environment_is_an_account_and_the_start_says_where_texts_go(no_account, monkeypatch, capsys):
-    monkeypatch.setattr(process, "TrackerProcess", lambda *_: None)
+    monkeypatch.setattr(process, "TrackerProcess", lambda *_: "started")
     for key, told in (("", ""), ("x" * 40, "prompts and completions go to api.wandb.ai; --log.wandb offline keeps")):
         monkeypatch.setenv("WANDB_API_KEY", key)
-        assert process.start_trackers(LogConfig(), None, {}, -1) == [None]
+        assert process.start_tracker(LogConfig(), None, {}, -1) == "started"
         out = capsys.readouterr().out
         assert told in out and bool(out) == bool(told)
 
 
 def test_disabled_wandb_starts_no_process(no_account, monkeypatch):
-    monkeypatch.setattr(process, "TrackerProcess", lambda name, *_: name)
-    both = LogConfig(wandb="disabled", trackers=["wandb", "tensorboard"])
-    assert process.start_trackers(both, None, {}, -1) == ["tensorboard"]
-    assert process.start_trackers(LogConfig(wandb="offline"), None, {}, -1) == ["wandb"]
+    monkeypatch.setattr(process, "TrackerProcess", lambda *_: "started")
+    assert process.start_tracker(LogConfig(wandb="disabled"), None, {}, -1) is None
+    assert process.start_tracker(LogConfig(wandb="offline"), None, {}, -1) == "started"
 
 
 def test_a_resumed_run_has_the_id_that_it_had_and_a_new_one_another(tmp_path):
@@ -60,7 +59,7 @@ def test_an_offline_run_holds_every_metric_axis_table_picture_and_file(seeing, t
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "elsewhere"))
     told = {"wandb_entity": "team", "group": "seeds", "tags": ["a", "b"], "notes": "why", "job_type": "baseline"}
     config = LogConfig(wandb="offline", histograms_every=2, wandb_project="sorting", **told)
-    process = TrackerProcess("wandb", folder, config, {"policy": {"lr": 1e-4}}, limit_s=120)
+    process = TrackerProcess(folder, config, {"policy": {"lr": 1e-4}}, limit_s=120)
     write_lines(folder / "metrics.jsonl", [{"step": 3, "reward/mean": 0.75, "reward/exact/mean": 0.5}])
     process.ask(failed=True)
     process.close(120)

@@ -220,13 +220,13 @@ def opened_alone(tokenizer, name, rows, **rollout):
 def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_and_draw(tokenizer):
     """A process was started for each prompt at once, and kept: 1,200 prompts, 1,201 processes."""
     rows = [prompt_of(tokenizer, number) for number in range(40)]
-    many, first = opened_alone(tokenizer, "Shares", rows, environment_processes=40)
-    partners, opened = opened_alone(tokenizer, "Shares", rows, environment_processes=2)
+    many, first = opened_alone(tokenizer, "Draws", rows, environment_processes=40)
+    partners, opened = opened_alone(tokenizer, "Draws", rows, environment_processes=2)
     assert [prompt.text for prompt in opened] == [prompt.text for prompt in first]
     assert opened[0].text != opened[1].text
 
-    # Five completions under way at once, of which two processes hold four: the fifth waits until one ends.
-    keys = range(5)
+    # Three completions under way at once, of which two processes hold two: the third waits until one ends.
+    keys = range(3)
 
     def turn(partners, of, text):
         for key in of:
@@ -240,8 +240,8 @@ def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_an
         )
         turn(which, keys, "go")
         waits = which is partners
-        answered = answers(which, 4 if waits else 5)
-        assert sorted(answered) == list(keys)[: 4 if waits else 5]
+        answered = answers(which, 2 if waits else 3)
+        assert sorted(answered) == list(keys)[: 2 if waits else 3]
         said = {key: tokenizer.decode(ids) for key, ids in answered.items()}
         turn(which, [0], "bye")
         assert answer(which, 0) == "stop"
@@ -249,19 +249,19 @@ def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_an
         if waits:
             said |= {key: tokenizer.decode(ids) for key, ids in answers(which).items()}
         turn(which, keys[1:], "go")
-        again = {key: tokenizer.decode(ids) for key, ids in answers(which, 4).items()}
+        again = {key: tokenizer.decode(ids) for key, ids in answers(which, 2).items()}
         processes = {re.search(r"(\d+) 0\.", text)[1] for text in (*said.values(), *again.values())}
         assert len(processes) == (2 if waits else 3)
         draws.append([re.search(r"0\.\d+", of[key])[0] for of in (said, again) for key in sorted(of)])
-    assert draws[0] == draws[1] and len(set(draws[0])) == 9
+    assert draws[0] == draws[1] and len(set(draws[0])) == 5
 
 
 @pytest.mark.process
 def test_an_opening_that_fails_is_counted_and_its_reason_is_printed(tokenizer, capfd):
     """Prompts whose environment could not be reset had no observation, and nobody was told."""
     rows = [prompt_of(tokenizer, number, how="reset" if number == 1 else "") for number in range(4)]
-    partners, opened = opened_alone(tokenizer, "Shares", rows)
-    assert "1 of 4 prompts could not be opened; for row 1 (from 0) Shares raised ValueError: no reset" in (
+    partners, opened = opened_alone(tokenizer, "Draws", rows)
+    assert "1 of 4 prompts could not be opened; for row 1 (from 0) Draws raised ValueError: no reset" in (
         capfd.readouterr().err
     )
     assert [prompt.opening.failure is None for prompt in opened] == [True, False, True, True]
@@ -294,7 +294,7 @@ def test_closing_costs_no_reward(tokenizer, how):
 
 def test_processes_must_fit_the_limit_of_open_files(tokenizer):
     with pytest.raises(UserError, match=r"environment_processes 99999999: .* set it to \d+ or lower"):
-        opened_alone(tokenizer, "Shares", [], environment_processes=99_999_999)
+        opened_alone(tokenizer, "Draws", [], environment_processes=99_999_999)
 
 
 @pytest.mark.process

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 
 from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.building import dump, to_dict
@@ -35,3 +35,13 @@ def test_settings_of_tools_are_written_as_they_are_read_without_secrets():
     secret = build(TrainConfig, {"rollout": {"tools": [{"function": ADD, "kwargs": {"api_key": "x"}}]}})
     with pytest.raises(UserError, match=r"rollout\.tools: kwargs api_key is \*\*\*"):
         build(TrainConfig, yaml.safe_load(dump(secret)))
+
+
+def test_the_example_finds_the_paragraphs_of_a_folder_by_their_words(tmp_path):
+    (tmp_path / "bern.md").write_text("The Aare flows around the old town.\n\nBern has 134,794 people, and bears.")
+    (tmp_path / "basel.txt").write_text("The Rhine flows through Basel.\n\nBasel has a fair.")
+    search = ToolEntry(f"{ROOT}/examples/search.py:search", {"folder": str(tmp_path), "results": 2}).load("tool")
+    assert list(search.signature.parameters) == ["query"]
+    assert search.function("Where does the RHINE flow?").startswith("The Rhine flows through Basel.")
+    assert search.function("bears people") == "Bern has 134,794 people, and bears."
+    assert search.function("zurich") == "nothing found"
