@@ -155,8 +155,8 @@ class Decoder:
     @property
     def takes_drafts(self) -> bool:
         """Whether a sequence may take several rows of a step: neither its state nor its tokens may stand in the way."""
-        stateless = not self.cache.states or states_take_drafts(self._model, self.cache)
-        return not self._sampler.needs_seen and stateless
+        states_allow = not self.cache.states or states_take_drafts(self._model, self.cache)
+        return states_allow and not self._sampler.needs_seen
 
     def step(self, active: list[Sequence], drafts: list[list[int]] | None = None) -> Any:
         """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens.
