@@ -54,10 +54,8 @@ class KlController(Controller):
         self.in_reward = grpo.has_reference and grpo.kl_in == "reward"
         super().__init__("policy/kl", grpo.kl_target, device)
 
-    def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
-        """Return the KL of each token, float32 [B, T]; None if the KL is not part of the reward. See `reward_kl`."""
-        if not self.in_reward:
-            return None
+    def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
+        """Return the KL of each token, float32 [B, T], if it is part of the reward. See `reward_kl`."""
         assert old_logp_BT is not None and ref_logp_BT is not None
         return reward_kl(old_logp_BT, ref_logp_BT, mask_BT.to(old_logp_BT.device), self._grpo.kl_estimator)
 

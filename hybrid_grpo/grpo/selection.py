@@ -46,8 +46,6 @@ def select_tokens(
     within [cov_low, cov_high] are not learned from. `kl_cov`: the drift is a term of the n tokens of the
     highest covariance alone.
     """
-    if grpo.tokens == "all":
-        return advantages_BT, None, {}
     pairs = zip(rollout.completions, in_loss(rollout, grpo), strict=True)
     own_BT = rollout.mask_BT & torch.tensor([counts and not completion.writer for completion, counts in pairs])[:, None]
     number = math.ceil(grpo.tokens_share * float(sum_over_ranks(own_BT.sum())))

@@ -63,5 +63,4 @@ def test_a_resumed_run_goes_on_with_beta_and_one_without_target_with_its_own():
 @pytest.mark.parametrize("where, taken", [("reward", True), ("loss", False)])
 def test_the_kl_is_a_part_of_the_reward_where_that_is_asked_for(where, taken):
     controller = KlController(GrpoConfig(beta=0.1, kl_in=where), rows=1, device=torch.device("cpu"))
-    kl_BT = controller.of_reward(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
-    assert controller.in_reward is taken and (kl_BT is not None) is taken
+    assert controller.in_reward is taken
