@@ -87,7 +87,7 @@ class FeatureConfig:
             shown = str(value).lower() if isinstance(value, bool) else f"{value!s:.60}"
             refuse(
                 not names or name in names,
-                f"{self.section}.{name} {shown} has no effect {why}, or take {self.section}.{name} out",
+                f"{self.section}.{name} {shown} has no effect {why}, or remove {self.section}.{name}",
             )
 
     @property

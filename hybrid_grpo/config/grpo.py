@@ -321,6 +321,6 @@ class GrpoConfig:
                 shown = str(value).lower() if isinstance(value, bool) else value
                 refuse(
                     value != type(self).__dataclass_fields__[name].default,
-                    f"grpo.{name} {shown} has no effect with {because}, or take grpo.{name} out",
+                    f"grpo.{name} {shown} has no effect with {because}, or remove grpo.{name}",
                 )
         return self

@@ -197,7 +197,7 @@ class TrainConfig(ModelRunConfig):
             refuse(
                 value != default,
                 f"grpo.{name} {str(value).lower()} is about rewards in a group, and rollout.num_generations 1 makes"
-                f" none: set rollout.num_generations to 2 or more, or take grpo.{name} out",
+                f" none: set rollout.num_generations to 2 or more, or remove grpo.{name}",
             )
 
     def _check_sources(self) -> None:

@@ -48,7 +48,7 @@ class Prompt:
     """Step in which its completions were begun, if that is an earlier one (`rollout.carry`), else 0."""
 
 
-Given = tuple[int, list[int]]
+Observation = tuple[int, list[int]]
 """Tokens that were inserted between two turns rather than sampled: the number of sampled tokens before them, and the
 tokens themselves."""
 
@@ -62,7 +62,7 @@ class Completion:
     """One continuation of a prompt, sampled by the policy or written by someone else. It has one turn, or several turns
     with answers from tools or a user between them.
 
-    Only sampled tokens count: T, lengths, log-probabilities and everything computed from them exclude the given tokens,
+    Only sampled tokens count: T, lengths, log-probabilities and everything computed from them exclude the observations,
     which the model only reads.
     """
 
@@ -76,7 +76,7 @@ class Completion:
     be carried into the next step."""
     text: str = ""
     """The last turn as text, without special tokens."""
-    given: tuple[Given, ...] = ()
+    observations: tuple[Observation, ...] = ()
     """The tokens inserted between the turns, in order, those of pictures below 0; empty if there is one turn."""
     messages: tuple[Message, ...] = ()
     """The turns and the answers to them, as the messages that follow the prompt; empty without tools."""
@@ -85,7 +85,7 @@ class Completion:
     learned: bool = True
     """Whether the completion is part of the loss; if not, it only takes part in the comparison within its group."""
     pictures: tuple[Picture, ...] = ()
-    """The pictures in `given`, in order."""
+    """The pictures in `observations`, in order."""
     episode: Episode | None = None
     """The outcome of the completion's environment; None without one."""
     calls: tuple[Called, ...] = ()
@@ -99,7 +99,7 @@ class Completion:
     @property
     def turns(self) -> int:
         """Number of turns of the model."""
-        return len(self.given) + 1
+        return len(self.observations) + 1
 
     @property
     def old_tokens(self) -> int:
@@ -135,10 +135,10 @@ class Completion:
 
     @property
     def read_ids(self) -> list[int]:
-        """All tokens after the prompt as the model reads them, including the given ones."""
+        """All tokens after the prompt as the model reads them, including the observations."""
         ids: list[int] = []
         begin = 0
-        for end, inserted in self.given:
+        for end, inserted in self.observations:
             ids += self.token_ids[begin:end] + inserted
             begin = end
         return ids + self.token_ids[begin:]
@@ -146,7 +146,8 @@ class Completion:
     @property
     def sampled_places(self) -> Sequence[int]:
         """The index in `read_ids` of each sampled token."""
-        if not self.given:
+        if not self.observations:
             return range(len(self.token_ids))
-        ends, shifts = [end for end, _ in self.given], list(accumulate((len(ids) for _, ids in self.given), initial=0))
+        ends = [end for end, _ in self.observations]
+        shifts = list(accumulate((len(ids) for _, ids in self.observations), initial=0))
         return [place + shifts[bisect_right(ends, place)] for place in range(len(self.token_ids))]

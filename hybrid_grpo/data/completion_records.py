@@ -26,8 +26,8 @@ def record_of(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
     }
     row |= {each.name: list(map(_encoded, each.arrays())) for each in completion.sidecars}
-    kept = "given", "messages", "calls", "carried"
-    row |= {name: value for name in kept if (value := getattr(completion, name))}
+    kept = {"given": "observations", "messages": "messages", "calls": "calls", "carried": "carried"}
+    row |= {name: value for name, field in kept.items() if (value := getattr(completion, field))}
     if completion.pictures:
         row["pictures"] = [{**vars(p), "data": p.data and b64encode(p.data).decode()} for p in completion.pictures]
     return row if completion.episode is None else {**row, "episode": asdict(completion.episode)}
@@ -44,7 +44,7 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
         logp=_decoded(row["logp"]).tolist(),
         finish=row["finish"],
         text=row["text"],
-        given=tuple((place, ids) for place, ids in row.get("given", ())),
+        observations=tuple((place, ids) for place, ids in row.get("given", ())),
         messages=tuple(row.get("messages", ())),
         pictures=tuple(map(_picture, row.get("pictures", ()))),
         episode=episode,

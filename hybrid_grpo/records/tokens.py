@@ -106,7 +106,7 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
         "advantage": [
             value_T and value_T[: len(c.token_ids)] for value_T, (_, c) in zip(advantages, rows, strict=True)
         ],
-        "given": [[{"before": n, "ids": ids, "text": text.text(ids)} for n, ids in c.given] for _, c in rows],
+        "given": [[{"before": n, "ids": ids, "text": text.text(ids)} for n, ids in c.observations] for _, c in rows],
         "finish": [completion.finish for _, completion in rows],
     }
     table = pa.table({name: pa.array(columns[name], SCHEMA.field(name).type) for name in SCHEMA.names})

@@ -64,7 +64,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
     for entry, config in entries.items():
         builtin = BUILTINS.get(config.function) if isinstance(config.function, str) else None
         if builtin is not None and builtin.needs and find_spec(builtin.needs) is None:
-            raise UserError(f"{entry} {config.function} needs {builtin.needs}: pip install it, or take the entry out")
+            raise UserError(f"{entry} {config.function} needs {builtin.needs}: pip install it, or remove the entry")
     loaded = [(entry, found) for entry, config in entries.items() if (found := _isolated(config, entry))]
     isolated = [entry for entry, _ in loaded]
     pool = Pool(loaded, scoring)

@@ -60,7 +60,7 @@ def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: 
     """
     text, at = completion.text, 0
     rewards: dict[int, float] = {}
-    before = completion.given[-1][0] if completion.given else 0  # the text contains the last turn only
+    before = completion.observations[-1][0] if completion.observations else 0  # the text contains the last turn only
     ends = [] if token_ends is None else token_ends(completion.token_ids[before:], text)
     token = 0
     for step_text, reward in text_steps:

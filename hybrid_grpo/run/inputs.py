@@ -31,7 +31,7 @@ from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.sampling import SamplingContext
 from hybrid_grpo.turns.environments.environments import rewards_of
-from hybrid_grpo.turns.partners import Partners, partners_of, with_tools
+from hybrid_grpo.turns.partners import TurnResponders, partners_of, with_tools
 from hybrid_grpo.turns.tools.tools import tool_names
 
 
@@ -70,8 +70,8 @@ class EvalInputs:
     """Rewards of the run, which are also used by held-out sets that have none of their own."""
     eval_sets: list[EvalSet]
     """Held-out sets; empty if there is no evaluation."""
-    partners: Partners | None
-    """Partners that answer the model's turns; None if every completion has a single turn."""
+    partners: TurnResponders | None
+    """TurnResponders that answer the model's turns; None if every completion has a single turn."""
 
     @property
     def tokenizer(self) -> Any:
@@ -211,7 +211,9 @@ def check_pictures(policy: PolicyConfig, sampler: SamplingContext, features: Seq
     sampler.check_sight(policy)
 
 
-def read_training_prompts(config: TrainConfig, sampler: SamplingContext, partners: Partners | None) -> TrainingPrompts:
+def read_training_prompts(
+    config: TrainConfig, sampler: SamplingContext, partners: TurnResponders | None
+) -> TrainingPrompts:
     """Read the training prompts. If a feature reads them itself, the first such feature decides how they are drawn."""
     data, seed = with_tools(config.data, partners), config.run.seed
     check = partial(sampler.check_readable, partners=partners)
@@ -234,7 +236,7 @@ def read_eval_set(
     held_out: HeldOut,
     config: EvaluationConfig,
     sampler: SamplingContext,
-    partners: Partners | None,
+    partners: TurnResponders | None,
     rewards: Rewards,
     trained: Sequence[Prompt],
 ) -> tuple[EvalSet, str]:

@@ -24,7 +24,7 @@ from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.openings import Openings
 from hybrid_grpo.turns.reading import one_at_a_time, reader_of
-from hybrid_grpo.turns.template import Between, assistant_message
+from hybrid_grpo.turns.template import TurnTemplate, assistant_message
 from hybrid_grpo.turns.tools.tools import Tools
 from hybrid_grpo.turns.trajectory import Answer, Finish, Partner, Trajectory
 from hybrid_grpo.turns.user import User
@@ -33,7 +33,7 @@ _ANSWERS_KEPT = 1024
 """Number of answers whose tokens are cached."""
 
 
-class Partners:
+class TurnResponders:
     """Answers the turns of completions; implements the decoder's `Turns`.
 
     The first partner that takes a turn answers it. A turn that no partner takes ends its completion, along with the
@@ -43,7 +43,7 @@ class Partners:
         partners: all partners, in the order in which turns are offered to them.
         openings: appends initial observations to prompts that have environments.
         user: the partner that plays the user.
-        tokenizer, variables, stop_ids, seen: see `Between`.
+        tokenizer, variables, stop_ids, seen: see `TurnTemplate`.
 
     Raises UserError if the chat template has no place for the partners' answers, their pictures or tool calls.
     """
@@ -65,7 +65,7 @@ class Partners:
         self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
         self.environments, self._openings, self._seed = environments, openings, seed
         self.user = user
-        self._between = Between(tokenizer, variables, self.schemas, stop_ids, seen)
+        self._between = TurnTemplate(tokenizer, variables, self.schemas, stop_ids, seen)
         for partner in partners:
             self._between.check(partner.setting, partner.example)
             if partner.shows:
@@ -282,7 +282,7 @@ class Partners:
 
 def partners_of(
     config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...], album: ImageStore | None = None
-) -> Partners | None:
+) -> TurnResponders | None:
     """Create the partners that the settings name; None if completions have one turn. Raises UserError if one of them,
     or the tokenizer, cannot be used. `ends` are the tokens that end a turn, and `album` has the pictures of prompts."""
     rollout, data = config.rollout, config.data
@@ -324,10 +324,12 @@ def partners_of(
         album.empty = False
     variables, seed = data.chat_template_kwargs, config.run.seed
     seen = None if album is None else (album, data)
-    return Partners(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, user, seen)
+    return TurnResponders(
+        partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, user, seen
+    )
 
 
-def with_tools(data: DataConfig, partners: Partners | None) -> DataConfig:
+def with_tools(data: DataConfig, partners: TurnResponders | None) -> DataConfig:
     """Return the data settings, changed so that all prompts are chats that describe the tools to the model."""
     if partners is None:
         return data

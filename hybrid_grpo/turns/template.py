@@ -103,7 +103,7 @@ def cut(tokenizer: Any, chat_text: ChatText, text: str, tokens: int) -> str:
     return kept
 
 
-class Between:
+class TurnTemplate:
     """What the chat template of a tokenizer writes between turns.
 
     Args:

@@ -34,8 +34,8 @@ def test_updates_that_bfloat16_would_round_away_are_refused(user: User) -> None:
     """Adam moves a weight by about the learning rate; half a unit in the last place of 0.02 is more than 1e-6."""
     assert torch.tensor(0.02, dtype=torch.bfloat16) - 1e-6 == torch.tensor(0.02, dtype=torch.bfloat16)
     given = "--engine.deepspeed", "{bf16: {bf16_master_weights_and_grads: true}}"
-    assert user.refused(*given).endswith("at policy.lr 1e-06 most updates would round to nothing in bfloat16: take it"
-                                         " out, or set policy.lr to 4e-05 or more")  # fmt: skip
+    assert user.refused(*given).endswith("at policy.lr 1e-06 most updates would round to nothing in bfloat16: remove"
+                                         " it, or set policy.lr to 4e-05 or more")  # fmt: skip
     assert user.train(*given, "--policy.lr", "1e-4").policy.lr == 1e-4
 
 

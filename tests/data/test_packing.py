@@ -278,7 +278,7 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
     for row, ids in enumerate(sampled):
         cuts = sorted(rng.sample(range(1, len(ids)), min(row, len(ids) - 1)))
         given = tuple((cut, [rng.randrange(1, 60) for _ in range(rng.randint(1, 6))]) for cut in cuts)
-        completions.append(Completion(ids, [0.0] * len(ids), "stop", given=given))
+        completions.append(Completion(ids, [0.0] * len(ids), "stop", observations=given))
     others = [[rng.sample(range(VOCABULARY), rng.randint(0, 20)) for _ in ids] for ids in sampled]
     kept = [
         [sorted({token, *more}) for token, more in zip(*row, strict=True)] for row in zip(sampled, others, strict=True)

@@ -46,7 +46,11 @@ def text(token_ids):
 def same(groups, others, gap):
     for group, other in zip(groups, others, strict=True):
         for mine, theirs in zip(group, other, strict=True):
-            assert (mine.token_ids, mine.finish, mine.given) == (theirs.token_ids, theirs.finish, theirs.given)
+            assert (mine.token_ids, mine.finish, mine.observations) == (
+                theirs.token_ids,
+                theirs.finish,
+                theirs.observations,
+            )
             assert mine.sidecars == theirs.sidecars
             assert mine.logp == (theirs.logp if gap == 0 else pytest.approx(theirs.logp, abs=gap))
 

@@ -115,7 +115,7 @@ def test_turns_with_the_kernel_for_pages_are_those_without(architecture, kernels
         turns = Scripted(3)
         [[one], [other]], stats = generate(model, requests, Sampling(8, stop_ids=tuple(range(0, 40, 2))), turns=turns)
         assert stats.answers
-        return [(c.token_ids, c.given) for c in (one, other)], torch.tensor([*one.logp, *other.logp])
+        return [(c.token_ids, c.observations) for c in (one, other)], torch.tensor([*one.logp, *other.logp])
 
     monkeypatch.setattr(loop, "capture_on", lambda _: None)
     for module in (launcher, paged_attention):
@@ -152,7 +152,7 @@ def test_states_by_kernels_are_those_of_torch(architecture, steps, kernels, monk
         assert stats.answers and (drafter is None or stats.accepted)
         every = [c for group in groups for c in group]
         ends.append(groups)
-        return [(c.token_ids, c.given) for c in every], torch.tensor([logp for c in every for logp in c.logp])
+        return [(c.token_ids, c.observations) for c in every], torch.tensor([logp for c in every for logp in c.logp])
 
     ends = []
     tokens, logp = completions(fast)

@@ -25,14 +25,14 @@ MINIATURE = build(tiny_config("llama", hidden=8, layers=1, num_attention_heads=2
 
 def turns_of(completion):
     """The sampled tokens of every turn."""
-    places = [0, *(place for place, _ in completion.given), len(completion.token_ids)]
+    places = [0, *(place for place, _ in completion.observations), len(completion.token_ids)]
     return [completion.token_ids[begin:end] for begin, end in itertools.pairwise(places)]
 
 
 def cut(completion, prompt, turn_limit, most):
     """What is left of a completion, sampled without these limits, under them."""
     sampled, given, read = [], [], prompt
-    answers = [*(ids for _, ids in completion.given), None]
+    answers = [*(ids for _, ids in completion.observations), None]
     for turn, answer in zip(turns_of(completion), answers, strict=True):
         kept = turn[: min(turn_limit, most - read)]
         sampled, read = sampled + kept, read + len(kept)
@@ -44,7 +44,9 @@ def cut(completion, prompt, turn_limit, most):
 
 
 def alike(one, other, gap=2e-5):
-    assert [(c.token_ids, c.given, c.finish) for c in one] == [(c.token_ids, c.given, c.finish) for c in other]
+    assert [(c.token_ids, c.observations, c.finish) for c in one] == [
+        (c.token_ids, c.observations, c.finish) for c in other
+    ]
     for mine, theirs in zip(one, other, strict=True):
         assert mine.logp == pytest.approx(theirs.logp, abs=gap)
 
@@ -86,7 +88,7 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             assert completion.logp == pytest.approx(logp_of_training(plain, prompt, completion), abs=1e-4)
-            last = completion.token_ids[completion.given[-1][0] if completion.given else 0 :]
+            last = completion.token_ids[completion.observations[-1][0] if completion.observations else 0 :]
             assert completion.text == str(last)
 
 
@@ -178,7 +180,7 @@ def test_limits_cut_what_is_sampled_and_change_nothing_before(turn_limit, most):
     limited = replace(sampling, max_turn_tokens=turn_limit)
     for decoder_, model in ((generate, view), (generate_by_transformers, plain)):
         [group], _ = decoder_(model, [Request([7, 8], keys, max_total_tokens=most)], limited, turns=Scripted(4, (0, 2)))
-        found = [(c.token_ids, c.given, c.finish) for c in group]
+        found = [(c.token_ids, c.observations, c.finish) for c in group]
         assert found == [cut(completion, 2, turn_limit, most) for completion in free]
         assert 3 < sum(finish == "length" for *_, finish in found) < 24
 
@@ -212,7 +214,7 @@ def test_the_recorded_experts_are_those_of_a_forward_over_the_whole_text(archite
     groups, stats = generate(view, requests, Sampling(90, stop_ids=(3, 4)), turns=turns, **settings)
     assert stats.answers and bool(stats.preempted) == bool(pages)
     for prompt, group in zip(prompts, groups, strict=True):
-        assert any(completion.given for completion in group)
+        assert any(completion.observations for completion in group)
         for completion in group:
             (routing,) = completion.sidecars
             recorded = np.concatenate(routing.arrays())

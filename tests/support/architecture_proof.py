@@ -29,6 +29,7 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.original import Original
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.model.view import View, meta_copy
 
@@ -200,7 +201,7 @@ def _policy_pass(policy: Any, rows: list[Row], packed: bool) -> tuple[list[Tenso
     model, logp = LogprobModel(policy).train(), [torch.zeros(0)] * len(rows)
     prompts, completions = ([list(part) for part in side] for side in zip(*rows, strict=True))
     make = partial(pack, share="on") if packed else pad
-    for micro in make(prompts, completions, range(len(rows)), 400, CPU):
+    for micro in make(TokenRow.of(prompts, completions), 400, CPU):
         scores = torch.stack(model(*micro.inputs, 1.0))
         lengths = [len(completions[row]) for row in micro.rows]
         weights = torch.cat([weights_of(n, row) for n, row in zip(lengths, micro.rows, strict=True)], dim=1)

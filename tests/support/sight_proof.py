@@ -80,10 +80,10 @@ class Seen:
     def with_completion(self, completion: Completion, answer: Seen | None) -> dict[str, Any]:
         """Return what transformers takes of the prompt and a completion, with this answer after its first turn, or
         without one."""
-        cut = completion.given[0][0] if completion.given else len(completion.token_ids)
+        cut = completion.observations[0][0] if completion.observations else len(completion.token_ids)
         turns = [_text_of(completion.token_ids[:cut])]
         given = dict(self.given)
-        if completion.given:
+        if completion.observations:
             assert answer is not None
             turns += [answer.given, _text_of(completion.token_ids[cut:])]
             # Pixels of all pictures, in order.

@@ -22,8 +22,8 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Journal, Request
 from hybrid_grpo.turns.calls import ToolCall
-from hybrid_grpo.turns.partners import Partners
-from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
+from hybrid_grpo.turns.partners import TurnResponders
+from hybrid_grpo.turns.template import TurnTemplate, assistant_message, tool_message, user_message
 from hybrid_grpo.turns.tools.tools import Tools
 from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory
 
@@ -41,7 +41,7 @@ def tools():
 
 def partners_of(tools, family, config=ROLLOUT):
     tokenizer = tool_tokenizer(family)
-    return tokenizer, Partners([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
+    return tokenizer, TurnResponders([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
 
 
 def finished(partners, *keys):
@@ -139,7 +139,7 @@ def test_an_answer_of_a_user_is_read_as_the_template_writes_it(tools, family, wi
     ends, schemas = (tokenizer.eos_token_id,), tools.schemas if with_tools else None
     # One of the templates writes the tools before every message of the user.
     config = RolloutConfig(max_turns=6, max_tool_tokens=4000)
-    partners = Partners(among, tools if with_tools else None, config, tokenizer, {}, ends)
+    partners = TurnResponders(among, tools if with_tools else None, config, tokenizer, {}, ends)
     chat = [{"role": "user", "content": "begin"}]
     prompt = tokens(tokenizer, written(tokenizer, chat, schemas, True))
     key, read = 7, list(prompt)
@@ -238,7 +238,7 @@ def test_what_is_no_special_token_is_text_too_where_the_template_writes_it(tools
     """Qwen's </tool_response> is an added token, and not a special one; <think> of a user's text stays what it is."""
     tokenizer = tool_tokenizer("hermes")
     tokenizer.add_tokens(["</tool_response>", "<think>"])
-    between = Between(tokenizer, {}, tools.schemas, (tokenizer.eos_token_id,))
+    between = TurnTemplate(tokenizer, {}, tools.schemas, (tokenizer.eos_token_id,))
     frame, think = tokenizer.convert_tokens_to_ids(["</tool_response>", "<think>"])
     ids = between.ids(tokenizer.eos_token_id, [tool_message(0, "add", "1</tool_response><think>2")])
     assert (ids.count(frame), ids.count(think)) == (1, 1)
@@ -373,7 +373,7 @@ def test_a_template_without_tools_is_refused(tools, template, message):
     tokenizer.chat_template = template
     config = RolloutConfig(tools=ROLLOUT.tools, tool_format="hermes")
     with pytest.raises(UserError, match=rf"rollout\.tools: the chat template of policy\.model .*({message})"):
-        Partners([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
+        TurnResponders([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
 
 
 LOOKED_UP = tool_message(0, "look_up", "q")
@@ -392,7 +392,7 @@ KEPT = [
 def test_a_template_that_does_not_keep_what_the_model_wrote_is_refused(tools, keeps, variables, message, why):
     tokenizer = tool_tokenizer("hermes")
     tokenizer.chat_template = THINKERS[keeps]
-    between = Between(tokenizer, variables, tools.schemas, (tokenizer.eos_token_id,))
+    between = TurnTemplate(tokenizer, variables, tools.schemas, (tokenizer.eos_token_id,))
 
     def example(content):
         return {**message, "content": content}
@@ -410,8 +410,8 @@ def test_keep_history_reads_what_the_model_wrote(tools):
     tokenizer.chat_template = THINKERS["never"]
     ends = (tokenizer.eos_token_id,)
     with pytest.raises(UserError, match=r"rollout\.tools: .* drops the thinking"):
-        Partners([tools], tools, ROLLOUT, tokenizer, {}, ends)
-    partners = Partners([tools], tools, replace(ROLLOUT, keep_history=True), tokenizer, {}, ends)
+        TurnResponders([tools], tools, ROLLOUT, tokenizer, {}, ends)
+    partners = TurnResponders([tools], tools, replace(ROLLOUT, keep_history=True), tokenizer, {}, ends)
     partners.begin([])
     ids = tokenizer(f"<think>\nhm\n</think>\n\n{spoken_call('hermes', 'look_up', {'key': 'a'})}")["input_ids"]
     assert partners.ended(1, [*ids, *ends], room=9) is None
@@ -466,7 +466,7 @@ def test_a_function_that_is_no_tool_is_refused(name, message):
 
 def test_the_time_that_decoding_waits_is_counted_once():
     tokenizer = tool_tokenizer(next(iter(FAMILIES)))
-    partners = Partners([], None, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
+    partners = TurnResponders([], None, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
     nothing = Rollout([], [], 1)
     assert partners.answers(0.0) == [] and partners.numbers(nothing)["time/tool_wait_s"] == (0.0, 1)
     start = time.perf_counter()

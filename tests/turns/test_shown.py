@@ -20,7 +20,7 @@ from hybrid_grpo.generation import Request
 from hybrid_grpo.model.processors import without_videos
 from hybrid_grpo.model.visual_tokens import keys_of
 from hybrid_grpo.turns import partners as module
-from hybrid_grpo.turns.partners import Partners, partners_of
+from hybrid_grpo.turns.partners import TurnResponders, partners_of
 from hybrid_grpo.turns.tools.tools import Tools
 from hybrid_grpo.turns.user import User
 
@@ -137,7 +137,7 @@ def told(seen, tools, calls, **more):
     tokenizer, album = processor.tokenizer, album_of(processor)
     config = rollout(file, **more)
     given = {}, (tokenizer.eos_token_id,)
-    partners = Partners([tools], tools, config, tokenizer, *given, seen=(album, DataConfig(max_images=3)))
+    partners = TurnResponders([tools], tools, config, tokenizer, *given, seen=(album, DataConfig(max_images=3)))
     partners.begin([Request([5] * 9, [1], max_total_tokens=4000, prompt=Prompt(0, "go", [5] * 9, {}))])
     text = "\n".join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
@@ -199,7 +199,9 @@ def test_a_user_shows_pictures(seen, tmp_path):
     (tmp_path / "user.py").write_text(USER)
     config = RolloutConfig(user=f"{tmp_path}/user.py:shows", max_turns=3, max_tool_tokens=99)
     user, ends = User(config, ScoringConfig(workers=1)), (tokenizer.eos_token_id,)
-    partners = Partners([user], None, config, tokenizer, {}, ends, user=user, seen=(album_of(processor), DataConfig()))
+    partners = TurnResponders(
+        [user], None, config, tokenizer, {}, ends, user=user, seen=(album_of(processor), DataConfig())
+    )
     partners.begin([Request([5], [1], max_total_tokens=400, prompt=Prompt(0, "go", [5], {}))])
     turn = [*tokenizer("well", add_special_tokens=False)["input_ids"], *ends]
     for said, shown in ((f"a{SIGN}b", [Image.new("RGB", (24, 16))]), ("[{'type': 'image'}]", None)):

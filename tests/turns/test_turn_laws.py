@@ -11,7 +11,7 @@ from tool_tokenizers import FAMILIES, tool_tokenizer
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import Request
-from hybrid_grpo.turns.partners import Partners
+from hybrid_grpo.turns.partners import TurnResponders
 from hybrid_grpo.turns.template import user_message
 from hybrid_grpo.turns.trajectory import Answer, Seconds
 
@@ -55,10 +55,10 @@ class Says:
         return {}
 
 
-def begun(says: Says, most: int | None = None, environments: Any = None, **rollout: Any) -> tuple[Any, Partners]:
+def begun(says: Says, most: int | None = None, environments: Any = None, **rollout: Any) -> tuple[Any, TurnResponders]:
     """A conversation, with key 1, of a prompt of ten tokens."""
     tokenizer, config = tool_tokenizer("hermes"), RolloutConfig(**{"max_turns": 9, **rollout})
-    partners = Partners([says], None, config, tokenizer, {}, (tokenizer.eos_token_id,), environments)
+    partners = TurnResponders([says], None, config, tokenizer, {}, (tokenizer.eos_token_id,), environments)
     partners.begin([Request([5] * 10, [1], max_total_tokens=most, prompt=Prompt(0, GO, [5] * 10, {}))])
     return tokenizer, partners
 
@@ -105,7 +105,7 @@ def test_a_turn_that_no_token_ends_keeps_its_last_and_is_ended_by_the_template(f
     """A stop string ends a turn without the model's token; what is read after it begins with that token."""
     tokenizer = tool_tokenizer(family)
     end, said = tokenizer.eos_token_id, Says("so")
-    partners = Partners([said], None, RolloutConfig(max_turns=9), tokenizer, {}, (end,))
+    partners = TurnResponders([said], None, RolloutConfig(max_turns=9), tokenizer, {}, (end,))
     read, heard = [], []
     for last in ([end], []):
         partners.begin([Request([5], [1], prompt=Prompt(0, GO, [5], {}))])

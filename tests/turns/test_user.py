@@ -11,7 +11,7 @@ from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Request
-from hybrid_grpo.turns.partners import Partners
+from hybrid_grpo.turns.partners import TurnResponders
 from hybrid_grpo.turns.template import assistant_message, user_message
 from hybrid_grpo.turns.trajectory import Answer
 from hybrid_grpo.turns.user import User, UserEntry
@@ -28,7 +28,7 @@ def began(config, user, family, *rows, **more):
     """Conversations of rows, by the keys 0, 1, ..., whose prompts are their columns' `asked`."""
     tokenizer = tool_tokenizer(family)
     ends = (tokenizer.eos_token_id,)
-    partners = Partners([user], None, config, tokenizer, {}, ends, user=user, **more)
+    partners = TurnResponders([user], None, config, tokenizer, {}, ends, user=user, **more)
     prompts = [Prompt(key, [user_message(columns["asked"])], [1], columns) for key, columns in enumerate(rows)]
     partners.begin([Request([1], [key], prompt=prompt) for key, prompt in enumerate(prompts)])
     return tokenizer, partners

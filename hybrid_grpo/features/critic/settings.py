@@ -100,7 +100,7 @@ class CriticConfig(FeatureConfig):
             refuse(
                 value != GrpoConfig.__dataclass_fields__[name].default,
                 f"grpo.{name} {value} has no effect with critic.enabled, which compares nothing within groups: set"
-                f" critic.enabled to false, or take grpo.{name} out",
+                f" critic.enabled to false, or remove grpo.{name}",
             )
         refuse(
             grpo.dynamic_sampling and config.rollout.num_generations < 2,

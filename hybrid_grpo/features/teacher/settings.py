@@ -113,7 +113,7 @@ class TeacherConfig(FeatureConfig):
         refuse(
             self.prompt_column == prompt_column,
             f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"
-            " or take teacher.prompt_column out",
+            " or remove teacher.prompt_column",
         )
         refuse(
             self.prompt_column is not None and bool(rollout.environment),

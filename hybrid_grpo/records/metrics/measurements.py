@@ -110,7 +110,7 @@ def measure_turns(rollout: Rollout) -> Numbers:
     talks = [completion for completion in rollout.completions if completion.messages]
     if not talks:
         return {}
-    turns, given = [c.turns for c in talks], [sum(len(ids) for _, ids in c.given) for c in talks]
+    turns, given = [c.turns for c in talks], [sum(len(ids) for _, ids in c.observations) for c in talks]
     return {
         "turns/mean": (sum(turns) / len(talks), len(talks)),
         "turns/max": (max(turns), 1),
@@ -280,7 +280,7 @@ def group_flops(rollout: Rollout, cost: Cost) -> tuple[float, Floats, Floats]:
     prompt_P = np.array([len(prompt.token_ids) for prompt in rollout.prompts], float)
     shape = len(rollout.prompts), rollout.num_generations
     sampled_PG = np.array(rollout.lengths, float).reshape(shape)
-    given = [sum(len(ids) for _, ids in completion.given) for completion in rollout.completions]
+    given = [sum(len(ids) for _, ids in completion.observations) for completion in rollout.completions]
     read_PG = sampled_PG + np.array(given, float).reshape(shape)
     own_PG = np.array([not completion.writer for completion in rollout.completions]).reshape(shape)
     learned_PG = np.array([completion.learned for completion in rollout.completions]).reshape(shape)

@@ -34,7 +34,7 @@ def by_token(rollout: Rollout) -> tuple[float, list[float], list[float]]:
         read.append(any(row.learned for row in rows) * size * token(size))
         for row in rows:
             tokens, heads = (
-                len(row.token_ids) + sum(len(ids) for _, ids in row.given),
+                len(row.token_ids) + sum(len(ids) for _, ids in row.observations),
                 2 * COST.head * len(row.token_ids),
             )
             generated += (not row.writer) * (sum(token(size + n) for n in range(1, tokens + 1)) + heads)
@@ -46,7 +46,7 @@ def test_a_step_costs_what_its_tokens_cost_one_after_the_other():
     """With prompts of two lengths, an answer of a tool, guests, and what is not learned: a guest is not sampled, and
     what is given counts for the completion that is given it, behind its own prompt."""
     plain, guest = Completion([1] * 3, [], "stop"), Completion([1] * 4, [], "stop", writer="g", learned=False)
-    answered = replace(plain, token_ids=[1] * 2, given=((1, [7] * 4),))
+    answered = replace(plain, token_ids=[1] * 2, observations=((1, [7] * 4),))
     rows = [plain, answered, plain, guest, replace(guest, learned=True), replace(plain, learned=False), guest, guest]
     rollout = Rollout([Prompt(n, "?", [1] * (5 + 4 * n), {}) for n in range(4)], rows, 2)
     for counted, expected in zip(measurements.group_flops(rollout, COST), by_token(rollout), strict=True):
