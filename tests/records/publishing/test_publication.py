@@ -450,7 +450,7 @@ def test_a_run_on_read_only_storage_is_published_and_summarized(
     run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """publish only reads the run, but failed with `run.dir: .lock cannot be written`, which is not a setting of it."""
-    reason, opens, mkdir, access = errno.EROFS, os.open, os.mkdir, os.access
+    reason, opens, opens_path, mkdir, access = errno.EROFS, os.open, Path.open, os.mkdir, os.access
 
     def refuse_writes(path: Any, is_write: Any = True) -> None:
         if is_write and Path(path).absolute().is_relative_to(run.absolute()):
@@ -464,7 +464,12 @@ def test_a_run_on_read_only_storage_is_published_and_summarized(
         refuse_writes(path)
         mkdir(path, *rest, **more)
 
+    def open_path(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        refuse_writes(path, "r" not in mode)
+        return opens_path(path, mode, *rest, **more)
+
     monkeypatch.setattr(os, "open", open_it)
+    monkeypatch.setattr(Path, "open", open_path)
     monkeypatch.setattr(os, "mkdir", make)
     monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and not (path == run and mode == os.W_OK))
     before = files(run)
