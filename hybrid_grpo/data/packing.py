@@ -123,12 +123,7 @@ def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", 
     return alone if share == "off" or (share == "auto" and every - fewer < _WORTH_SHARING * every) else shared
 
 
-def _balanced(
-    groups: list[_Group],
-    budget: int,
-    device: torch.device,
-    reading: Reading = TEXT,
-) -> list[MicroBatch]:
+def _balanced(groups: list[_Group], budget: int, device: torch.device, reading: Reading = TEXT) -> list[MicroBatch]:
     """Make micro-batches without splitting groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
