@@ -43,6 +43,7 @@ LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {"model/kernels/gpu/attention.py:_attend", "model/kernels/gpu/sampling.py:_sample"}
 FEATURES = re.compile("critic|teacher|guest|curriculum", re.IGNORECASE)
 REGISTRATION = "config/features.py"
+KINDS_OF_SIDECARS = re.compile("picture|image|sight|expert|rout(ing|es)|support|SamplingMask", re.IGNORECASE)
 
 
 @cache
@@ -165,6 +166,12 @@ def changed(tree: ast.AST) -> Iterator[str]:
 def test_the_core_names_no_feature():
     naming = {name for name, text in core().items() if FEATURES.search(text) and name != REGISTRATION}
     assert not naming
+
+
+@pytest.mark.parametrize("file", ["generation/loop.py", "generation/scheduler.py", "data/packing.py"])
+def test_what_decodes_and_packs_tokens_knows_no_kind_of_sidecar(file):
+    """What travels beside tokens is a tuple to it, which model/sidecars.py describes."""
+    assert KINDS_OF_SIDECARS.findall(sources()[file]) == []
 
 
 def test_objects_are_complete_once_they_are_made():

@@ -66,7 +66,7 @@ def pack(
     Args:
         budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
         share: whether the prompt of consecutive rows is computed once; auto: if that saves a tenth of the tokens.
-        reading: how the model reads pictures and sidecars.
+        reading: how the model reads the tokens, and what is beside them.
         together: rows whose indices are k * together to (k + 1) * together - 1, and whose prompt is the same, are not
             separated.
     """

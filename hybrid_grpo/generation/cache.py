@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -22,9 +22,13 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
 from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.memory_tracker import MemoryTracker
-from hybrid_grpo.model.routing import Recorder, RoutingProbe, install_routers, routed
+from hybrid_grpo.model.routing import Recorder, Routing, RoutingProbe, install_routers, routed
 from hybrid_grpo.model.runs import Runs
+from hybrid_grpo.model.sidecars import Sidecar
 from hybrid_grpo.model.upload import upload
+
+if TYPE_CHECKING:
+    from hybrid_grpo.generation.sequence import Sequence
 
 GPU_SHARE = 0.95
 """Fraction of the free GPU memory that the cache may take, after deducting what decoding itself will take."""
@@ -237,7 +241,7 @@ class PagedCache:
         """Return what records the experts of tokens at these places; None if none are recorded."""
         return Recorder(self._experts[0], page_S, offset_S, known) if self._experts else None
 
-    def experts(self, pages: list[int], entries: int) -> np.ndarray | None:
+    def recorded(self, pages: list[int], entries: int) -> np.ndarray | None:
         """Return the experts of the first entries of a sequence, [entries, layers, k]; None if none were recorded."""
         found = [pool[pages].flatten(0, 1)[:entries].cpu().numpy() for pool in self._experts]
         return found[0] if found else None
@@ -368,3 +372,15 @@ def cache_for(
     cache = PagedCache(geometry, min(allowed, sum(needs[:slots]) + 2), page, device, slots, rows)
     cache.prefill_tokens = prefill
     return cache
+
+
+def recorded_by(cache: PagedCache, prompts: dict[int, np.ndarray], sequence: Sequence) -> tuple[Sidecar, ...]:
+    """Return what `cache` recorded for a sequence that has ended. `prompts` keeps the part of each request's prompt, as
+    it was for the completion that ended first."""
+    found, prompt = sequence.recorded, sequence.prompt
+    if sequence.pages:
+        found = cache.recorded(sequence.pages, len(sequence.tokens) - 1)
+    if found is None:
+        return ()
+    of_prompt = prompts.setdefault(sequence.request, found[:prompt].copy())
+    return (Routing(of_prompt, found[prompt:].copy()),)

@@ -14,11 +14,10 @@ from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, recorded_by
 from hybrid_grpo.generation.decoder import Decoder, capture_on
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import bytes_of
@@ -32,7 +31,6 @@ from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import install_kernels
 from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.reading import joined_positions
-from hybrid_grpo.model.routing import Routing, joined
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.towers import text_forward
 from hybrid_grpo.model.upload import upload
@@ -59,18 +57,6 @@ def _reserved(model: Any, geometry: Geometry, captured: bool, slots: int) -> int
     return 2 * slots * row_bytes + (bytes_of(slots) if captured else 0)
 
 
-def _routing(cache: PagedCache, prompts: dict[int, np.ndarray], sequence: Sequence) -> Routing | None:
-    """Return the experts of a sequence. `prompts` keeps those of each request's prompt, as they were chosen for the
-    completion that ended first."""
-    experts, prompt = sequence.experts, sequence.prompt
-    if sequence.pages:
-        experts = cache.experts(sequence.pages, len(sequence.tokens) - 1)
-    if experts is None:
-        return None
-    of_prompt = prompts.setdefault(sequence.request, experts[:prompt].copy())
-    return Routing(of_prompt, experts[prompt:].copy())
-
-
 class _Loop:
     """The state of one call of `generate`."""
 
@@ -87,7 +73,7 @@ class _Loop:
         self.drafter, self.reading = callbacks.drafter, callbacks.reading
         self.prefill_tokens, self.sampling = prefill_tokens, sampling
         # With the cache alone: a method of this object would be a cycle, which keeps the memory until it is collected.
-        self.callbacks = replace(callbacks, routing=partial(_routing, schedule.cache, {}))
+        self.callbacks = replace(callbacks, recorded=partial(recorded_by, schedule.cache, {}))
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], list[list[int]], Any]] = deque()
         """For each running step, its sequences, each with the number of its turn, their drafts if there are any, and
@@ -199,12 +185,11 @@ class _Loop:
                 continue
             read = [token for part in parts for token in part]
             states = [holder.state for *_, holder in rows]
-            seen = [
-                None if (e := holder.experts) is None else e[begin:]
+            recorded = [
+                None if (of := holder.recorded) is None else of[begin:]
                 for (*_, holder), begin in zip(rows, begins, strict=True)
             ]
-            known = joined(list(zip(seen, lengths, strict=True)))
-            batch = Prefill(self.schedule.cache, owned, begins, lengths, states, known, self.reading.blocks(read))
+            batch = Prefill(self.schedule.cache, owned, begins, lengths, states, recorded, self.reading.blocks(read))
             of_rows, device = zip(rows, begins, lengths, strict=True), self.schedule.cache.device
             found = [self.reading.positions(ids[: at + n])[0][:, at:] for (_, ids, *_), at, n in of_rows]
             forward = partial(text_forward, self.model, shown=self.reading.shown(read, device))

@@ -21,7 +21,7 @@ from hybrid_grpo.model.attention import ROUNDING, Options, Segments, attend, has
 from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.latents import absorbed
-from hybrid_grpo.model.routing import Recorder
+from hybrid_grpo.model.routing import Recorder, joined
 from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.states import following
 from hybrid_grpo.model.upload import upload
@@ -45,7 +45,7 @@ class Prefill:
         starts: the number of entries that each sequence already has in the cache; 0 for a prompt.
         lengths: the number of new tokens of each sequence, at least one.
         states: the row of each sequence's states in the cache. Default: the model has none.
-        known: the experts of the new tokens, if the tokens were read before; see `Recorder`.
+        recorded: for each sequence, what the cache recorded for its new tokens, if they were read before.
         blocks: new tokens that attend to each other in both directions.
     """
 
@@ -56,7 +56,7 @@ class Prefill:
         starts: list[int],
         lengths: list[int],
         states: Sequence[int] = (),
-        known: np.ndarray | None = None,
+        recorded: Sequence[np.ndarray | None] = (),
         blocks: Blocks | None = None,
     ) -> None:
         device = cache.device
@@ -67,6 +67,7 @@ class Prefill:
         self._starts, self._lengths = starts, lengths
         ends = [start + n for start, n in zip(starts, lengths, strict=True)]
         self._page_N, self._offset_N = self._places(pages, starts, ends)
+        known = joined(list(zip(recorded, lengths, strict=True))) if recorded else None
         self.routes = cache.recorder(self._page_N, self._offset_N, known)
         position_N = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         self.position_1N = upload(position_N[None], device)

@@ -30,7 +30,7 @@ class Group:
     """Pages that hold all tokens but the last, once the tokens have been read."""
     state: int = -1
     """Row of the cache's states after these tokens."""
-    experts: np.ndarray | None = None
+    recorded: np.ndarray | None = None
     """See `Sequence`."""
 
     @property
@@ -182,19 +182,19 @@ class Scheduler:
 
     def _evict(self, holder: Sequence | Group) -> None:
         """Give back the pages and the state of a sequence without a slot, or of a group."""
-        self._save_experts(holder)
+        self._save_recorded(holder)
         self.cache.release(holder.pages)
         self.cache.states.release(holder.state)
         holder.pages, holder.state = [], -1
 
-    def _save_experts(self, holder: Sequence | Group) -> None:
-        """Keep the experts of tokens whose pages are about to be given back."""
+    def _save_recorded(self, holder: Sequence | Group) -> None:
+        """Keep what the cache recorded for tokens whose pages are about to be given back."""
         if holder.pages:
-            holder.experts = self.cache.experts(holder.pages, holder.position)
+            holder.recorded = self.cache.recorded(holder.pages, holder.position)
 
     def _requeue(self, sequence: Sequence) -> None:
         """Make a sequence without pages pending again."""
-        self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), experts=sequence.experts))
+        self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), recorded=sequence.recorded))
 
     def reserve(self) -> bool:
         """Give every active sequence a page to write to; return False, without giving any, if too few can be freed."""
@@ -221,7 +221,7 @@ class Scheduler:
     def preempt(self) -> None:
         """Make the sequence admitted last pending again; its tokens so far will be read again."""
         sequence = self.active[-1]
-        self._save_experts(sequence)
+        self._save_recorded(sequence)
         self.retire([len(self.active) - 1])
         self._requeue(sequence)
         self.preempted += 1
@@ -248,7 +248,7 @@ class Scheduler:
                 self.waiting[sequence.key] = sequence
             if kept is None:
                 if sequence.waits:
-                    self._save_experts(sequence)
+                    self._save_recorded(sequence)
                 self.cache.release(sequence.pages)
                 sequence.pages = []
             sequence.state = -1 if kept is None else kept
@@ -260,6 +260,6 @@ class Scheduler:
 
 def groups_of(sequences: list[Sequence]) -> list[Group]:
     """Return the groups of a request: what an earlier call began is read by itself, the rest shares the prompt."""
-    resumed = [Group(list(s.tokens), deque([s]), experts=s.experts) for s in sequences if s.resumed_from]
+    resumed = [Group(list(s.tokens), deque([s]), recorded=s.recorded) for s in sequences if s.resumed_from]
     new = deque(s for s in sequences if not s.resumed_from)
     return [*resumed, *([Group(list(new[0].tokens), new)] if new else [])]

@@ -15,7 +15,7 @@ from hybrid_grpo.data.completion import Completion, Observation, whole_character
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.sidecars import find
+from hybrid_grpo.model.sidecars import Sidecar, find
 from hybrid_grpo.model.support import SamplingMask
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ class Callbacks:
     """Proposes drafts, where the model and the sampling allow them."""
     reading: Reading = TEXT
     """How the model reads pictures in prompts and answers."""
-    routing: Callable[[Sequence], Routing | None] | None = None
-    """Returns the experts of a sequence that has ended; the loop's own."""
+    recorded: Callable[[Sequence], tuple[Sidecar, ...]] | None = None
+    """Returns what the cache recorded for a sequence that has ended; the loop's own."""
 
 
 @dataclass(eq=False)
@@ -136,8 +136,8 @@ class Sequence:
     """Whether the turn has ended and has not been answered yet."""
     state: int = -1
     """Row of the cache's states that the sequence begins or continues from when it gets a slot."""
-    experts: np.ndarray | None = None
-    """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
+    recorded: np.ndarray | None = None
+    """What the cache recorded for its tokens when it lost its pages, [tokens, ...]."""
     position_offset: int = 0
     """How far encoded positions after what was read are ahead of those in the cache."""
     resumed_from: Completion | None = None
@@ -152,7 +152,7 @@ class Sequence:
             if (mask := find(self.resumed_from.sidecars, SamplingMask)) is not None:
                 self.kept += mask.lists()
             if (routing := find(self.resumed_from.sidecars, Routing)) is not None:
-                self.experts = np.concatenate(routing.arrays())
+                self.recorded = np.concatenate(routing.arrays())
 
     def _begin_turn(self) -> None:
         self.begin = len(self.tokens)
@@ -219,8 +219,7 @@ class Sequence:
         """Set `completion`, and pass it to the callbacks unless it is left open."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         text = whole_characters(text) if finish == "length" else text
-        mask = SamplingMask.of(self.kept) if self.kept else None
-        routing = callbacks.routing(self) if callbacks.routing else None
+        masks = (SamplingMask.of(self.kept),) if self.kept else ()
         self.waits = False
         self.completion = Completion(
             token_ids=self.sampled,
@@ -228,7 +227,7 @@ class Sequence:
             finish=finish,
             text=text,
             observations=tuple(self.observations),
-            sidecars=tuple(each for each in (mask, routing) if each is not None),
+            sidecars=(*masks, *(callbacks.recorded(self) if callbacks.recorded else ())),
             carried=self.resumed_from.carried if self.resumed_from else (),
         )
         if callbacks.turns is not None:

@@ -47,7 +47,7 @@ def test_turns_over_latents_are_those_of_a_forward_over_all_that_was_read(kind):
     ]
     few = 10 * 32 * Geometry.of(view).token_bytes / 2**30
     given = {"max_slots": 5, "cache_gb": few, "prefill_tokens": 32, "turns": Scripted(4, (0, 5)), "decode": str}
-    groups, stats = generate(view, requests, Sampling(120, stop_ids=tuple(range(vocabulary // 40))), **given)
+    groups, stats = generate(view, requests, Sampling(120, stop_ids=tuple(range(vocabulary // 25))), **given)
     assert stats.answers > 3 and stats.preempted
     for ids, group in zip(prompts, groups, strict=True):
         for completion in group:

@@ -226,16 +226,16 @@ def test_the_recorded_experts_are_those_of_a_forward_over_the_whole_text(archite
 def test_tokens_that_are_read_again_keep_the_experts_they_had(monkeypatch):
     """The log-probabilities that were recorded belong to them. Experts that no router would choose show it."""
     view = build(tiny_config("qwen3_moe", num_experts=16, num_experts_per_tok=3), ATTENTION)
-    note = scheduler.Scheduler._save_experts
+    note = scheduler.Scheduler._save_recorded
     lost = {}
 
     def changed(self, holder):
         note(self, holder)
-        if isinstance(holder, scheduler.Sequence) and holder.experts is not None:
-            holder.experts = (holder.experts + 1) % 16
-            lost[holder.request, holder.sample] = holder.experts
+        if isinstance(holder, scheduler.Sequence) and holder.recorded is not None:
+            holder.recorded = (holder.recorded + 1) % 16
+            lost[holder.request, holder.sample] = holder.recorded
 
-    monkeypatch.setattr(scheduler.Scheduler, "_save_experts", changed)
+    monkeypatch.setattr(scheduler.Scheduler, "_save_recorded", changed)
     requests = [Request([row, 7, 9], [stream_key(2, 0, row, 0)]) for row in range(8)]
     cache_gb = 9 * 32 * loops.Geometry.of(view).token_bytes / 2**30
     groups, stats = generate(view, requests, Sampling(70), max_slots=8, cache_gb=cache_gb)
