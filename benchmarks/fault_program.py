@@ -29,7 +29,7 @@ POINTS = {
     "writing": ("hybrid_grpo.run.saving.writing", "_synced"),
     "a note": ("hybrid_grpo.run.saving.writing", "replace_text"),
     "the manifest": ("hybrid_grpo.run.saving.manifest", "Manifest.write"),
-    "removing": ("hybrid_grpo.run.saving.checkpoint", "Checkpoints._remove"),
+    "removing": ("hybrid_grpo.run.saving.checkpoints", "Checkpoints._remove"),
     "export": ("hybrid_grpo.policy", "Policy.export"),
     "fsync": ("os", "fsync"),
     "rename": ("os", "replace"),

@@ -22,8 +22,8 @@ from hybrid_grpo.generation.decoder import Decoder, capture_on
 from hybrid_grpo.generation.loop import _prepared
 from hybrid_grpo.generation.paged_attention import PAGE
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.kernels import build
-from hybrid_grpo.model.view import View, meta_copy
 
 Found = dict[str, Any]
 _CACHE_SHARE = 0.9

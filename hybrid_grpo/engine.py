@@ -3,7 +3,7 @@
 No other module imports deepspeed. Three hazards decide how it is used here:
 
 - The inference kernels that the hybrid engine injects do not run on transformers 5. They are turned off, and decoding
-  reads the weights through a view (model/view.py).
+  reads the weights through a view (model/gathered_weights.py).
 - `memory_efficient_linear` would replace `torch.nn.functional.linear` in the whole process, make decoding several times
   slower and round differently. It is off.
 - The engine averages gradients over ranks. Losses here are already divided by global counts, so `backward` multiplies
@@ -50,8 +50,8 @@ from hybrid_grpo.distributed.ranks import (
 )
 from hybrid_grpo.model import fetching
 from hybrid_grpo.model.blend import blend
+from hybrid_grpo.model.gathered_weights import View
 from hybrid_grpo.model.lora import Adapter
-from hybrid_grpo.model.view import View
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 """Counters of DeepSpeed's engine, which its profiler relies on."""

@@ -39,6 +39,7 @@ from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, 
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.export import save_model, save_tokenizer
 from hybrid_grpo.model.flops import Cost
+from hybrid_grpo.model.gathered_weights import meta_copy
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
@@ -50,7 +51,6 @@ from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scala
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import lacks_towers
 from hybrid_grpo.model.trained_sight import SeeingModel, TrainedVisionEncoder
-from hybrid_grpo.model.view import meta_copy
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
 

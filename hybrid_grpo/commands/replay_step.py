@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hybrid_grpo.commands.replays.saved_rollouts import SavedRollouts
     from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
+    from hybrid_grpo.run.saving.checkpoints import Checkpoint, Checkpoints
     from hybrid_grpo.trainer import Trainer
 
 COMMAND = "replay-step RUN STEP"
@@ -178,7 +178,7 @@ def _arrive(
     from hybrid_grpo.commands.replays.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.distributed.ranks import world_size
     from hybrid_grpo.run.feature import make_features
-    from hybrid_grpo.run.saving.checkpoint import Checkpoints
+    from hybrid_grpo.run.saving.checkpoints import Checkpoints
     from hybrid_grpo.run.saving.saver import load_stage
     from hybrid_grpo.run.stage import RunServices
 

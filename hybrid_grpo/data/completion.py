@@ -48,7 +48,7 @@ class Prompt:
     """Step in which its completions were begun, if that is an earlier one (`rollout.carry`), else 0."""
 
 
-Observation = tuple[int, list[int]]
+ObservationTokens = tuple[int, list[int]]
 """Tokens that were inserted between two turns rather than sampled: the number of sampled tokens before them, and the
 tokens themselves."""
 
@@ -76,7 +76,7 @@ class Completion:
     be carried into the next step."""
     text: str = ""
     """The last turn as text, without special tokens."""
-    observations: tuple[Observation, ...] = ()
+    observations: tuple[ObservationTokens, ...] = ()
     """The tokens inserted between the turns, in order, those of pictures below 0; empty if there is one turn."""
     messages: tuple[Message, ...] = ()
     """The turns and the answers to them, as the messages that follow the prompt; empty without tools."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.paged_attention import DecodeStep
+from hybrid_grpo.model.gathered_weights import joined
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.towers import text_of
-from hybrid_grpo.model.view import joined
 
 
 class GpuStep:

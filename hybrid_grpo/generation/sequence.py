@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.completion import Completion, Observation, whole_characters
+from hybrid_grpo.data.completion import Completion, ObservationTokens, whole_characters
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import Routing
@@ -127,7 +127,7 @@ class Sequence:
     sampled: list[int] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
     """The support of each sampled token; empty if it is not recorded."""
-    observations: list[Observation] = field(default_factory=list)
+    observations: list[ObservationTokens] = field(default_factory=list)
     begin: int = field(init=False)
     """Index in `tokens` at which the turn begins."""
     turn_end: int = field(init=False)

@@ -11,7 +11,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.run.fingerprints import CODE
 from hybrid_grpo.run.folder import say
-from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged
 from hybrid_grpo.run.settings import changes, is_free
 

@@ -28,7 +28,7 @@ from hybrid_grpo.records.write_failures import WriteFailed, one_line, why, write
 from hybrid_grpo.run.fingerprints import CODE, Fingerprints
 from hybrid_grpo.run.folder import RunFolder, named, say
 from hybrid_grpo.run.saving.best import Best
-from hybrid_grpo.run.saving.checkpoint import Checkpoint
+from hybrid_grpo.run.saving.checkpoints import Checkpoint
 from hybrid_grpo.run.saving.saver import Saver, load_stage
 from hybrid_grpo.run.saving.space import check_space
 from hybrid_grpo.run.settings import identity, settings_of

@@ -26,6 +26,11 @@ class Unreadable(ValueError):
     """The model cannot read what was returned; the message is the rest of a sentence that begins with who did it."""
 
 
+def error_text(why: object) -> str:
+    """Return what the model reads in place of an observation that there is not."""
+    return f"error: {why}"
+
+
 def shows_pictures(subject: Any) -> bool:
     """Whether a function or a class says that its observations may have pictures."""
     return getattr(subject, SHOWS, False) is True

@@ -22,6 +22,7 @@ from hybrid_grpo.data.prompts import begins_answer
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.environments.environments import Environments
+from hybrid_grpo.turns.observations import error_text
 from hybrid_grpo.turns.openings import Openings
 from hybrid_grpo.turns.reading import one_at_a_time, reader_of
 from hybrid_grpo.turns.template import TurnTemplate, assistant_message
@@ -245,7 +246,7 @@ class TurnResponders:
             try:
                 pictures = self._between.read(files, f"the answer to turn {trajectory.turns}")
             except UserError as error:
-                bare, pictures = {**message, "content": f"error: {error}"}, []
+                bare, pictures = {**message, "content": error_text(error)}, []
             shortened.append(self._between.cut(bare, max(0, share), pictures))
             shown += pictures if has_images(shortened[-1]) else []
         return shortened, shown

@@ -18,6 +18,7 @@ from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import ImageStore, bared
 from hybrid_grpo.turns.calls import ToolCall
+from hybrid_grpo.turns.observations import error_text
 
 _MARK = "qzx7k"
 """A marker in the model's turn, by which the turn is found in the chat that the template writes."""
@@ -149,7 +150,7 @@ class TurnTemplate:
         # The template writes more than the pictures themselves.
         needed = len(self.ids(-1, [bare], pictures)) - len(self.ids(-1, [{**message, "content": ""}]))
         if needed > tokens:
-            why = f"error: pictures of {needed} tokens, and {tokens} may be shown: ask for smaller ones"
+            why = error_text(f"pictures of {needed} tokens, and {tokens} may be shown: ask for smaller ones")
             return {**message, "content": shorten(why, tokens)}
         parts, room = [], tokens - needed
         for part in content:

@@ -17,8 +17,8 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.lora import Adapters, check_lora
-from hybrid_grpo.model.view import View, meta_copy
 
 LORA = LoraConfig(rank=4, alpha=8)
 IDS = torch.arange(1, 41).reshape(2, 20)

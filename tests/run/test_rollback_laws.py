@@ -32,7 +32,7 @@ from hybrid_grpo.records.exports import exported
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run import settings, training
-from hybrid_grpo.run.saving.checkpoint import Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.run.settings import identity
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.training import TrainingRun

@@ -13,7 +13,7 @@ from hybrid_grpo.config.building import build
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.run import start as starts
-from hybrid_grpo.run.saving.checkpoint import Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.settings import settings_of
 from hybrid_grpo.run.start import find_start

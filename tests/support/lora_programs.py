@@ -10,7 +10,7 @@ from rank_programs import made, main
 
 from hybrid_grpo.data.batch import MicroBatch, Rollout
 from hybrid_grpo.distributed.ranks import all_reduce, world_size
-from hybrid_grpo.run.saving.checkpoint import Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.trainer import Trainer
 
 LORA = {"rank": 4, "alpha": 8}

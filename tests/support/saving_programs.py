@@ -13,7 +13,7 @@ from reshaping_programs import AS_IF_LARGE, LORA, ROUND_ROBIN, build
 from hybrid_grpo.distributed import tensor_files
 from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.features.critic.settings import CriticConfig
-from hybrid_grpo.run.saving.checkpoint import Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.run.saving.manifest import Manifest
 
 LAYOUTS: dict[str, dict[str, Any]] = {

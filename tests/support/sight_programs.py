@@ -11,7 +11,7 @@ from rank_programs import made, main
 from safetensors.torch import load_file
 
 from hybrid_grpo.distributed.ranks import world_size
-from hybrid_grpo.run.saving.checkpoint import Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.trainer import Trainer
 
 CASES = {1: ((0, 0), (3, 4)), 2: ((3, 0), (2, 0), (3, 4))}

@@ -301,7 +301,7 @@ class Plan:
 
     def gathered(self) -> Part:
         """Return the unsharded weights for generation; adapters are merged into a copy. Where weights stay in place,
-        a GPU has those of queries, keys and values once more, side by side; see `model.view.View`."""
+        a GPU has those of queries, keys and values once more, side by side; see `model.gathered_weights.View`."""
         if not (self.sharded or self.config.lora.rank):
             return Part("gathered weights", self.dtype * self.sizes.attending if self.gpu else 0)
         return Part("gathered weights", self.dtype * self.n)

@@ -15,7 +15,7 @@ from hybrid_grpo.generation import Journal
 from hybrid_grpo.records.files import sync
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
 from hybrid_grpo.run.folder import say
-from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoint, Checkpoints
 from hybrid_grpo.run.stage import Stage
 
 

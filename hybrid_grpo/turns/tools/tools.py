@@ -20,6 +20,7 @@ from hybrid_grpo.distributed.workers.calls import Call, Failure, Reply
 from hybrid_grpo.distributed.workers.pool import Caller, Pool
 from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.environments.environments import Environments, Kind
+from hybrid_grpo.turns.observations import error_text
 from hybrid_grpo.turns.template import tool_message
 from hybrid_grpo.turns.tools.functions import ToolEntry
 from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory, call_numbers
@@ -95,7 +96,7 @@ class Tools:
 
         def ended(said: Observation | None, failure: Failure | None) -> None:
             self._count(trajectory, call.name, said is None, time.perf_counter() - start_s)
-            done(said or Observation(f"error: {failure.message if failure else 'no answer'}"), failure)
+            done(said or Observation(error_text(failure.message if failure else "no answer")), failure)
 
         def finish(future: Future[Reply]) -> None:
             reply = future.result() if not future.cancelled() else None
@@ -109,12 +110,12 @@ class Tools:
         else:
             self._count(trajectory, UNKNOWN, has_failed=True)
             known = [*self._callers, *methods]
-            done(Observation(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}"), None)
+            done(Observation(error_text(f"there is no tool {call.name}: {did_you_mean(call.name, known)}")), None)
 
     def give_up(self, trajectory: Trajectory, call: ToolCall) -> Observation:
         """Return what the model reads in place of the result of a call not started because another took too long."""
         self._count(trajectory, call.name if call.name in self.names else UNKNOWN, has_failed=True)
-        return Observation("error: not called: another call of the turn took too long")
+        return Observation(error_text("not called: another call of the turn took too long"))
 
     def _count(self, trajectory: Trajectory, name: str, has_failed: bool, seconds: float = 0.0) -> None:
         trajectory.calls.append((f"tool/{name}", has_failed))
@@ -174,7 +175,7 @@ class _TurnCalls:
             for k, (name, call) in enumerate(zip(names, self._calls, strict=True))
         ]
         if self._fault is not None:
-            messages.append(tool_message(len(messages), UNKNOWN, f"error: {self._fault}"))
+            messages.append(tool_message(len(messages), UNKNOWN, error_text(self._fault)))
         return messages
 
 

@@ -13,7 +13,7 @@ from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
 from hybrid_grpo.records.alarms.symptoms import Symptoms
-from hybrid_grpo.run.saving.checkpoint import Checkpoint
+from hybrid_grpo.run.saving.checkpoints import Checkpoint
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.start import Start

@@ -12,7 +12,7 @@ from hybrid_grpo.distributed import tensor_files
 from hybrid_grpo.distributed.ranks import barrier, rank
 from hybrid_grpo.records.write_failures import WriteFailed
 from hybrid_grpo.run.saving import space
-from hybrid_grpo.run.saving.checkpoint import Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.run.saving.manifest import Manifest
 
 LAYOUTS = ("offloaded", "stage 2", "stage 1 in bfloat16", "stage 0", "adapters")

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_grpo.distributed import tensor_files
 from hybrid_grpo.records.write_failures import WriteFailed
-from hybrid_grpo.run.saving.checkpoint import Checkpoints
+from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
 
 KINDS = ("policy_00001_of_00002.pt", "reference_00001_of_00002.pt", "state_00001_of_00002.pt", "manifest.json")
