@@ -1,4 +1,4 @@
-"""The critic of a run: a value model next to the policy, in its own DeepSpeed engine. The formulas are in gae.py."""
+"""The critic of a run: a value model next to the policy, in its own DeepSpeed engine. gae.py has the advantages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, TrainBatch
-from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages, value_loss
+from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages
 from hybrid_grpo.features.critic.memory import CriticMemory
 from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.compatibility import check_compatible
@@ -98,6 +98,33 @@ class Critic(ScalarModelTrainer, SideModel):
 
     def checkpoint_bytes(self, weights: int) -> int:
         return states_bytes(self)
+
+
+def value_loss(
+    value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: CriticConfig
+) -> tuple[Tensor, Numbers]:
+    """Return the clipped value loss, weighted and summed, and its metrics.
+
+    The loss of a token is 0.5 max((V - R)^2, (V' - R)^2), where V' is V clipped to within `critic.clip` of the value
+    before the step (OpenAI's code for PPO, arXiv:1707.06347; see arXiv:2005.12729, section 3).
+
+    Args:
+        value_bT: float, the critic's current values, with gradient.
+        old_value_bT, return_bT: see `ValueTargets`; tokens whose return is NaN are left out.
+        weight_bT: float, 0 on padding; as in the policy's loss, see `token_weights`.
+    """
+    real_bT = (weight_bT > 0) & ~return_bT.isnan()
+    value_bT, old_bT, return_bT = (torch.where(real_bT, x, 0.0) for x in (value_bT, old_value_bT, return_bT))
+    error_bT, clipped_bT = (value_bT - return_bT).square(), torch.zeros_like(real_bT)
+    if critic.clip:
+        moved_bT = value_bT - old_bT
+        bound_bT = (old_bT + moved_bT.clamp(-critic.clip, critic.clip) - return_bT).square()
+        # If a value has not moved this far, both errors are equal up to rounding.
+        clipped_bT = (moved_bT.abs() > critic.clip) & (bound_bT > error_bT)
+        error_bT = torch.where(clipped_bT, bound_bT, error_bT)
+    tokens = real_bT.sum()
+    loss = 0.5 * (error_bT * torch.where(real_bT, weight_bT, 0.0)).sum()
+    return loss, {"critic/clip_frac": (clipped_bT.sum() / tokens.clamp(min=1), tokens)}
 
 
 class CriticFeature(Feature):

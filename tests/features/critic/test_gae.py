@@ -13,12 +13,12 @@ from rank_threads import in_ranks
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.distributed.ranks import sum_over_ranks
+from hybrid_grpo.features.critic.critic import value_loss
 from hybrid_grpo.features.critic.gae import (
     critic_advantages,
     generalized_advantages,
     moments,
     token_rewards,
-    value_loss,
 )
 from hybrid_grpo.features.critic.settings import CriticConfig
 
