@@ -190,16 +190,23 @@ class Trainer(Stage):
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Sample `num_generations` completions of every prompt from the current policy; features may supply some."""
-        called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.check_stop}
-        called["given"] = self.features.write(prompts, step, self.progress.heartbeat)
-        if self.carry is not None:
-            called |= self.carry.rollout_arguments(on_finish)
-        start, seed = time.perf_counter(), self.config.run.seed
-        settings = self.config.rollout, self.stop_ids
-        rollout, stats = self.policy.rollout(prompts, *settings, seed=seed, step=step, **called)
+        carry, off_policy = self.carry, self.features.write(prompts, step, self.progress.heartbeat)
+        start = time.perf_counter()
+        rollout, stats = self.policy.rollout(
+            prompts,
+            self.config.rollout,
+            self.stop_ids,
+            seed=self.config.run.seed,
+            step=step,
+            on_finish=on_finish if carry is None else carry.by_group(on_finish),
+            on_step=self.progress.check_stop,
+            given=off_policy,
+            resumed_from=None if carry is None else carry.resumed_from,
+            should_stop=None if carry is None else carry.should_stop,
+        )
         self.meter.add_spans(spans := sampling_spans(start, self.policy.engine))
-        if self.carry is not None:
-            rollout = self.carry.end(rollout)
+        if carry is not None:
+            rollout = carry.end(rollout)
         captures = None if self.device.type == "cpu" else stats.captures
         self.meter.update(measure_sampling(rollout, spans, stats.accepted, captures))
         if self.partners is not None:
@@ -271,7 +278,7 @@ class Trainer(Stage):
         """Make `num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the rollout."""
         self.progress.enter("update")
         grpo = self.config.grpo if self.entropy.target is None else self.entropy.settings
-        settings = grpo, self.kl.beta, self.inputs.objective
+        beta, objective = self.kl.beta, self.inputs.objective
         beat, temperature = self.progress.heartbeat, self.config.rollout.temperature
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
             if self.features.update(batches, beat, self.meter.update):
@@ -281,7 +288,7 @@ class Trainer(Stage):
                 term = self.features.loss(batch)
                 with torch.set_grad_enabled(batch.has_gradient):
                     logp_bT, entropy_bT, *found = self.policy.forward(batch.micro, temperature, term.head)
-                    loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, *settings)
+                    loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, grpo, beta, objective)
                     added, of_term = term.value(logp_bT, entropy_bT, found)
                 loss, numbers = loss + added, numbers | of_term
                 if batch.has_gradient:
@@ -298,14 +305,22 @@ class Trainer(Stage):
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update(self.sum_over_ranks)
         if self.config.grpo.entropy_target is not None:
-            self.meter.add("policy/entropy_coef", settings[0].entropy_coef)
+            self.meter.add("policy/entropy_coef", grpo.entropy_coef)
             self.entropy.update(self.sum_over_ranks)
 
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
-        settings = self.config.grpo, limit, self.sum_over_ranks, self.max_over_ranks
-        return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.starts_on_policy)
+        return optimizer_steps(
+            rollout,
+            signals,
+            split,
+            self.config.grpo,
+            limit,
+            self.sum_over_ranks,
+            self.max_over_ranks,
+            starts_on_policy=self.starts_on_policy,
+        )
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""

@@ -43,7 +43,7 @@ class SamplingContext:
     def __init__(self) -> None:
         self.engine = SimpleNamespace(gather_s=0.0, release_s=0.0, wait_s=0.0)
 
-    def rollout(self, prompts, config, stop_ids, *, seed, step, on_finish, on_step, given):
+    def rollout(self, prompts, config, stop_ids, *, seed, step, on_finish, on_step, given, **_):
         rows = []
         for i in range(len(prompts)):
             for k in range(G):

@@ -97,7 +97,7 @@ class Carry:
         self._step, self._serials = step, [*new, *(group.serial for group in carried)]
         self._is_due = [False] * len(new) + [self._is_old(group) for group in carried]
         self._due = sum(map(self._is_old, self._open))
-        self._resumed_from = {index: group.completions for index, group in enumerate(carried, len(new))}
+        self.resumed_from = {index: group.completions for index, group in enumerate(carried, len(new))}
         self._finished: list[FinishedGroup] = []
         self._board, self._look_at = Board(f"carry/{step}"), 0.0
         return [*prompts, *(group.prompt for group in carried)]
@@ -105,12 +105,8 @@ class Carry:
     def _is_old(self, group: OpenGroup) -> bool:
         return len(group.completions[0].carried) >= self._config.max_carries
 
-    def rollout_arguments(self, on_finish: OnFinish | None) -> dict[str, Any]:
-        """Return arguments of `Policy.rollout`; `on_finish` will be told of a completion once its group is whole."""
-        on_finish = self._by_group(on_finish)
-        return {"resumed_from": self._resumed_from, "should_stop": self._should_stop, "on_finish": on_finish}
-
-    def _by_group(self, on_finish: OnFinish | None) -> OnFinish:
+    def by_group(self, on_finish: OnFinish | None) -> OnFinish:
+        """Return a function for `Policy.rollout`, which calls `on_finish` for a completion once its group is whole."""
         held: dict[int, list[tuple[int, Completion]]] = defaultdict(list)
 
         def finished(prompt: int, sample: int, completion: Completion) -> None:
@@ -125,7 +121,7 @@ class Carry:
 
         return finished
 
-    def _should_stop(self, least: Callable[[], int]) -> bool:
+    def should_stop(self, least: Callable[[], int]) -> bool:
         """Return whether this rank need not sample any further; see `generation.ShouldStop`."""
         now = time.perf_counter()
         if now < self._look_at:

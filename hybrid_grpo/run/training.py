@@ -134,8 +134,9 @@ class TrainingRun:
     def _advance(self, stage: Stage, done: int, write_report: WriteReport) -> None:
         profiler = Profiler(self.config.log.profiled, self.folder / "profile")
         settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
-        log_of = self.config.log, self.folder, self._steps, done or -1, settings, stage.policy.tokenizer
-        with Log(*log_of) as log, self._reported(write_report):
+        config, tokenizer = self.config.log, stage.policy.tokenizer
+        log = Log(config, self.folder, self._steps, done or -1, settings, tokenizer)
+        with log, self._reported(write_report):
             if self.saver.is_on and self.saver.step is None:
                 self._save(stage, done)
             if stage.eval_sets and done == 0:

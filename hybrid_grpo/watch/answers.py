@@ -122,8 +122,8 @@ class Answers:
                 width = len(curve[1]) // 25 if window is None else int(window)
                 is_smoothed = metric is not None and is_noisy(metric) and len(curve[1]) > 20 and width > 1
                 parts = {"raw": curve} | ({"smooth": (curve[0], smooth(curve[1], width))} if is_smoothed else {})
-                bounds = (-math.inf if low is None else low, math.inf if high is None else high)
-                thinned = {part: thin(clip(points_of, *bounds), points) for part, points_of in parts.items()}
+                least, most = -math.inf if low is None else low, math.inf if high is None else high
+                thinned = {part: thin(clip(points_of, least, most), points) for part, points_of in parts.items()}
                 curves[name] = {part: [axis.tolist() for axis in points_of] for part, points_of in thinned.items()}
             first, last = (float(x[0]), float(x[-1])) if x.size else (0, 0)
             answer[run.name] = {"curves": curves, "from": first, "to": last}
