@@ -56,10 +56,11 @@ def unnamed(folder: Path, command: str, resume: str) -> str:
     is "auto", the newest such run that is not finished, which is printed. Earlier versions named them all "run"."""
     earlier = sorted(folder.glob(NAMED_BY_TIME.format(command)), reverse=True)
     earlier += [folder / "run"] if _is_of(folder / "run", command) else []
-    for run in earlier if resume == "auto" else ():
-        if not is_finished(run):
+    if resume == "auto" and earlier:
+        if (run := next((run for run in earlier if not is_finished(run)), None)) is not None:
             say(f"run.resume auto: {run} is the newest unfinished run of {command} without a name")
             return run.name
+        say(f"run.resume auto: a new run, as {earlier[0]} is finished: --run.name {earlier[0].name} continues it")
     return unused_name(folder, command)
 
 

@@ -51,7 +51,9 @@ def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_fi
     # A finished run ended every later command that was to resume one; with a newer checkpoint it is not finished.
     assert [resumed(), resumed(made[1], 7, 7), resumed(made[0], 7, 9)] == [made[1], made[0], made[0]]
     assert resumed(made[0], 10, 10) == "run" and resumed("run") not in ("run", *made)
-    assert capsys.readouterr().out.count("is the newest unfinished run of train without a name") == 4
+    said = capsys.readouterr().out
+    assert said.count("is the newest unfinished run of train without a name") == 4
+    assert f"a new run, as {tmp_path / made[1]} is finished: --run.name {made[1]} continues it" in said
     assert named(replace(configs[2], run=replace(configs[2].run, resume="auto"))).run.name == made[2]
 
 
