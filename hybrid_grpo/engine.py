@@ -48,10 +48,10 @@ from hybrid_grpo.distributed.ranks import (
     release_shared_memory,
     world_size,
 )
-from hybrid_grpo.model import fetching
 from hybrid_grpo.model.blend import blend
 from hybrid_grpo.model.gathered_weights import View
 from hybrid_grpo.model.lora import Adapter
+from hybrid_grpo.model.whole_layers import whole_layers
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 """Counters of DeepSpeed's engine, which its profiler relies on."""
@@ -231,7 +231,7 @@ class Engine:
         keep_view: bool = False,
     ) -> None:
         self.config = config
-        for layer in fetching.whole_layers(source) if config["zero_optimization"]["stage"] == 3 else ():
+        for layer in whole_layers(source) if config["zero_optimization"]["stage"] == 3 else ():
             deepspeed.utils.set_z3_leaf_module(layer, True)
         try:
             with _compiling_late():

@@ -24,7 +24,7 @@ from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.files import reader_may_leave
 
 if TYPE_CHECKING:
-    from hybrid_grpo.commands.chat_history import ChatHistory
+    from hybrid_grpo.commands.conversation import ChatHistory
 
 COMMAND = "chat MODEL"
 Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
@@ -69,7 +69,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     """Load the model; return an empty conversation and the function that samples answers. Raises UserError."""
     import torch
 
-    from hybrid_grpo.commands.chat_history import ChatHistory, TextStream
+    from hybrid_grpo.commands.conversation import ChatHistory, TextStream
     from hybrid_grpo.data.completions import unended_turn
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.generation import Callbacks, Request, stream_key

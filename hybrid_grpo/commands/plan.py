@@ -90,7 +90,7 @@ def _made(plan: Plan | None, config: PlanConfig) -> Plan:
 def lines(plan: Plan) -> list[str]:
     """Return the plan as lines: a table of parts and phases in GiB, the host memory, and a step's tokens and time."""
     from hybrid_grpo.records.metrics.catalogue import duration
-    from hybrid_grpo.run.memory.parts import gib
+    from hybrid_grpo.run.memory.phases import gib
 
     hardware, sizes = plan.hardware, plan.sizes
     names = list(dict.fromkeys(part.name for phase in plan.phases for part in phase.parts))

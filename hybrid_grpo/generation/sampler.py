@@ -1,14 +1,13 @@
-"""Turns logits into tokens, with penalties, filters, a random stream for every completion, and stop strings.
+"""Turns logits into tokens, with penalties, filters, and a random stream for every completion.
 
 A completion's randomness is a pure function of its stream key and the number of its tokens. Keys are made from (run
 seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
 """
 
-import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -148,34 +147,3 @@ def _filters_of(sampling: Sampling) -> Filters:
     top_p = max(1, round(sampling.top_p * ONE))
     least_weight = math.ceil(sampling.min_p * UNIT)
     return Filters(1 / sampling.temperature, sampling.top_k, top_p, least_weight, names_kept=names_kept)
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _may_end(token: int, lasts: str, decode: Callable[[list[int]], str]) -> bool:
-    """Whether the text of a token may contain one of `lasts`, the last characters of stop strings. Only this token is
-    decoded, since decoding every row at every step would take longer than the rest of the step.
-
-    Decoded alone, a token may lack spaces that it has after other tokens, and an incomplete character becomes U+FFFD.
-    """
-    text = decode([token])
-    return "\ufffd" in text or any(last in text or last.isspace() for last in lasts)
-
-
-def text_ends(
-    token_ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None, earlier: int = 0
-) -> bool:
-    """Whether the last token of a turn completes a stop string.
-
-    Only the end of the text is decoded: a character takes at most four tokens, one for each of its UTF-8 bytes.
-    `token_ids` are the tokens of the turn so far; previous turns had `earlier` tokens. Stop strings require `decode`.
-    """
-    if not sampling.stop_strings or earlier + len(token_ids) < sampling.min_tokens:
-        return False
-    assert decode is not None, "stop strings need `decode`"
-    if not _may_end(token_ids[-1], "".join(string[-1] for string in sampling.stop_strings), decode):
-        return False
-    tail = token_ids[-4 - 4 * max(map(len, sampling.stop_strings)) :]
-    text = decode(tail)
-    # A string that was ignored before `min_tokens` is still in the text, and must not end it later either.
-    before = decode(tail[:-1]) if sampling.min_tokens else ""
-    return any(text.rfind(string) > before.rfind(string) for string in sampling.stop_strings)

@@ -12,7 +12,8 @@ import numpy as np
 
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.completion import Completion, ObservationTokens, whole_characters
-from hybrid_grpo.generation.sampler import Sampling, text_ends
+from hybrid_grpo.generation.sampler import Sampling
+from hybrid_grpo.generation.stop_strings import text_ends
 from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.sidecars import Sidecar, find

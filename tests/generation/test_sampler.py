@@ -20,7 +20,8 @@ from transformers import (
 from hybrid_grpo.generation import GREEDY, Sampling, stream_key
 from hybrid_grpo.generation.categorical import ONE
 from hybrid_grpo.generation.categorical import draw as drawn
-from hybrid_grpo.generation.sampler import Sampler, text_ends, to_lists
+from hybrid_grpo.generation.sampler import Sampler, to_lists
+from hybrid_grpo.generation.stop_strings import text_ends
 
 DRAWS = 60_000
 

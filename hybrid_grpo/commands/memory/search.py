@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_grpo.run.memory.dry_run import largest_micro_batch
 
 if TYPE_CHECKING:
-    from hybrid_grpo.run.memory.parts import Phase
+    from hybrid_grpo.run.memory.phases import Phase
     from hybrid_grpo.run.memory.plan import Plan
 
 _ZERO = "engine.deepspeed.zero_optimization."

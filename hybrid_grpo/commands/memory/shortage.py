@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hybrid_grpo.commands.memory.search import changed, changes, sufficient
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.run.memory.parts import Phase, gib
+from hybrid_grpo.run.memory.phases import Phase, gib
 from hybrid_grpo.run.memory.plan import Plan
 
 REFUSED_ABOVE = 1.15

@@ -37,7 +37,7 @@ from hybrid_grpo.distributed.workers.calls import (
     single_rows,
     timed_out,
 )
-from hybrid_grpo.distributed.workers.leases import Leases
+from hybrid_grpo.distributed.workers.leased_processes import Leases
 from hybrid_grpo.distributed.workers.processes import ForkServer, Worker
 
 _ASYNC_CALLS = 64

@@ -18,7 +18,7 @@ from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.phases import Part
 from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 from hybrid_grpo.run.parts import SideModel
 

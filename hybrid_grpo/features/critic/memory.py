@@ -5,7 +5,7 @@ from dataclasses import replace
 from hybrid_grpo.config import GrpoConfig, LoraConfig, TrainConfig
 from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.scalar_model import count_parameters
-from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.phases import Part
 from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 from hybrid_grpo.run.memory.remedies import more_shards
 

@@ -4,7 +4,7 @@ from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.features.guests.settings import GuestsConfig
 from hybrid_grpo.generation.beside import workspace_beside
 from hybrid_grpo.model.loading import load_config, parameters_of
-from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.phases import Part
 from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 
 

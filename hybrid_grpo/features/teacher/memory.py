@@ -9,7 +9,7 @@ from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.loading import parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
-from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.phases import Part
 from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 
 

@@ -26,7 +26,7 @@ from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
-from hybrid_grpo.run.memory.parts import Part, Phase, gib
+from hybrid_grpo.run.memory.phases import Part, Phase, gib
 from hybrid_grpo.run.memory.tower import NO_TOWER, TowerSizes, tower_sizes
 
 KEPT_BELOW = 0.85

@@ -14,7 +14,7 @@ from hybrid_grpo.config import LoraConfig, PolicyConfig
 from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.towers import tower_class
-from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.phases import Part
 
 _BESIDE_PRODUCTS = 1.25
 """Bytes that are kept for a backward pass, relative to what goes into linear layers and comes out: 0.9 to 1.4 were

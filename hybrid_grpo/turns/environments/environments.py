@@ -19,13 +19,13 @@ from hybrid_grpo.data.batch import Numbers, RewardStep, Rollout
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import Episode, Observation, Opening
 from hybrid_grpo.distributed.workers.calls import Call, Failure, Interface, Reply, call_inline
-from hybrid_grpo.distributed.workers.leases import Lease
+from hybrid_grpo.distributed.workers.leased_processes import Lease
 from hybrid_grpo.distributed.workers.pool import Pool
 from hybrid_grpo.rewards.functions import RewardValue
 from hybrid_grpo.rewards.loader import Reward
 from hybrid_grpo.rewards.scorer import EPISODES
 from hybrid_grpo.turns.calls import ToolCall, Turn
-from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.environments.in_worker import EnvironmentEntry
 from hybrid_grpo.turns.observations import digest
 from hybrid_grpo.turns.template import user_message
 from hybrid_grpo.turns.trajectory import Answer, Finish, Seconds, Trajectory

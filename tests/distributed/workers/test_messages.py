@@ -12,7 +12,7 @@ from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.distributed.workers.calls import Failure, Reply
 from hybrid_grpo.distributed.workers.messages import PendingCall, decode_reply, encode_reply
 from hybrid_grpo.rewards.functions import RewardEntry
-from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.environments.in_worker import EnvironmentEntry
 from hybrid_grpo.turns.observations import sent
 from hybrid_grpo.turns.tools.functions import ToolEntry
 

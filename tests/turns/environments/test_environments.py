@@ -22,7 +22,7 @@ from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.turns.environments import environments
 from hybrid_grpo.turns.environments.environments import rewards_of
-from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.environments.in_worker import EnvironmentEntry
 from hybrid_grpo.turns.partners import partners_of
 
 FILE = SUPPORT / "environments.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from hybrid_grpo.commands.chat_history import TextStream
+from hybrid_grpo.commands.conversation import TextStream
 
 TEXT = "naïve 日本 👩‍🚀 \N{REPLACEMENT CHARACTER} und Schluß"
 

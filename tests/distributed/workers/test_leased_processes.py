@@ -12,7 +12,7 @@ from reward_helpers import in_time
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.distributed.workers.calls import Reply
 from hybrid_grpo.distributed.workers.pool import Pool
-from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.environments.in_worker import EnvironmentEntry
 
 pytestmark = pytest.mark.process
 BEGIN = {"do": "begin", "columns": {}, "seed": 1, "observation": None, "pictures": [], "is_first": False}
