@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +33,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """Arguments that cannot work, and what the one line about them says."""
-
-    arguments: list[str]
-    says: list[str]
-
-
 def _train(*arguments: str) -> list[str]:
     return ["train", "--config", "train.yaml", *arguments]
 
@@ -50,35 +41,13 @@ def _reward(function: str) -> list[str]:
     return ["--rewards", f"[{{function: '{function}'}}]"]
 
 
-MISTAKES = {
-    "a group of one": Mistake(_train("--rollout.num_generations=1"), ["rollout.num_generations 1", "2 or more"]),
-    "no prompt column": Mistake(_train("--data.path=noprompt.jsonl"), ["data.prompt_column prompt", "question"]),
-    "a reward that does not import": Mistake(
-        _train(*_reward("broken_rewards.py:reward")), ["broken_rewards.py:1", "a_module_that_is_not_there"]
-    ),
-}
-"""One of each stage; tests/config/test_bad_inputs.py has the others."""
-
-
-@pytest.fixture(scope="session")
-def mistakes(workshop: Workshop) -> dict[str, Future[Done]]:
-    def made(number: int, mistake: Mistake) -> Callable[[], Done]:
-        # Every one has a run of its own, as some get as far as its folder.
-        own = [f"--run.name=mistake{number}"] if mistake.arguments[0] in ("train", "sft") else []
-        return lambda: workshop.run(*mistake.arguments, *own)
-
-    return {name: workshop.later(made(number, mistake)) for number, (name, mistake) in enumerate(MISTAKES.items())}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_gives_one_line_and_status_2(mistakes: dict[str, Future[Done]], name: str) -> None:
-    done = mistakes[name].result()
-    assert done.err.count("\n") == 1, done.err
-    assert done.err.startswith("hybrid-grpo: error: ")
-    for words in MISTAKES[name].says:
-        assert words in done.err
-    assert done.status == 2
-    assert "Traceback" not in done.out
+NO_PROMPTS = _train("--data.path=noprompt.jsonl"), ["data.prompt_column prompt", "question"]
+MISTAKES = [
+    (_train("--rollout.num_generations=1"), ["rollout.num_generations 1", "2 or more"]),
+    NO_PROMPTS,
+    (_train(*_reward("broken_rewards.py:reward")), ["broken_rewards.py:1", "a_module_that_is_not_there"]),
+]
+"""Of each stage one: arguments, and words of the line. One rank has those of tests/config/test_bad_inputs.py."""
 
 
 def test_no_arguments_give_the_commands_and_status_2(workshop: Workshop) -> None:
@@ -98,23 +67,22 @@ def test_help_of_a_command_has_status_0(workshop: Workshop) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["a group of one", "no prompt column", "a reward that does not import"])
-def test_one_rank_says_it(workshop: Workshop, mistakes: dict[str, Future[Done]], name: str) -> None:
-    mistakes[name].result()
-    done = workshop.run(*MISTAKES[name].arguments, "--run.name=ranks", ranks=2)
+@pytest.mark.parametrize(("arguments", "says"), MISTAKES)
+def test_one_rank_says_it(workshop: Workshop, arguments: list[str], says: list[str]) -> None:
+    done = workshop.run(*arguments, "--run.name=ranks", ranks=2)
     assert done.status == 2
     (line,) = done.err.splitlines()
     assert line.startswith("hybrid-grpo: error: ")
-    assert [words for words in MISTAKES[name].says if words not in line] == []
+    assert [words for words in says if words not in line] == []
 
 
 @pytest.mark.ranks
 def test_the_launcher_ends_with_the_line_about_a_mistake(workshop: Workshop) -> None:
-    mistake = MISTAKES["no prompt column"]
-    done = workshop.launch(*mistake.arguments, "--run.name=launched", ranks=1)
+    arguments, says = NO_PROMPTS
+    done = workshop.launch(*arguments, "--run.name=launched", ranks=1)
     assert done.status != 0
     (line,) = [line for line in done.err.splitlines() if "error:" in line]
-    assert line.startswith("hybrid-grpo: error: ") and all(words in line for words in mistake.says)
+    assert line.startswith("hybrid-grpo: error: ") and all(words in line for words in says)
     assert "Traceback" not in done.err
 
 

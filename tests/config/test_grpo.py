@@ -19,17 +19,6 @@ def test_what_means_nothing_is_refused(settings, says):
     assert any(way in message for way in ("set ", "take ", "must be ", "did you mean")), "there is a way out"
 
 
-def test_one_reward_needs_no_weighing():
-    grpo = {"combine_rewards": "normalize", "scale_rewards": "batch"}
-    message = refusal(grpo=grpo, rewards=TWO[:1])
-    assert message.startswith("grpo.combine_rewards normalize weighs rewards against each other")
-
-
-def test_masking_what_is_cut_leaves_nothing_where_all_is_cut():
-    message = refusal(grpo={"mask_truncated": True}, rollout={"ignore_eos": True})
-    assert message.startswith("grpo.mask_truncated leaves nothing to learn from if rollout.ignore_eos")
-
-
 @pytest.mark.parametrize("settings", [
     {},
     {"dual_clip": 3.0, "epsilon_high": 0.28},
@@ -44,11 +33,6 @@ def test_masking_what_is_cut_leaves_nothing_where_all_is_cut():
 ])  # fmt: skip
 def test_what_means_something_is_not(settings):
     build(TrainConfig, {"grpo": settings, "rewards": TWO})
-
-
-def test_a_baseline_of_the_whole_distribution_is_refused_where_filters_left_a_part():
-    message = refusal(grpo={"baseline": "optimal"}, rollout={"logprobs": "mask", "top_p": 0.9})
-    assert message.startswith("grpo.baseline optimal looks at the whole distribution, and rollout.logprobs mask")
 
 
 def parsed(tmp_path, *arguments, **files):
@@ -80,12 +64,6 @@ def test_another_preset_takes_back_what_the_first_had_set(tmp_path):
     assert parsed(tmp_path, "--config", "whole", whole=whole) == GrpoConfig(preset="gspo", num_iterations=2)
     again = parsed(tmp_path, "--config", "whole", "--grpo.preset", "sapo", whole=whole)
     assert again == GrpoConfig(preset="sapo", num_iterations=2)
-
-
-def test_a_refusal_names_the_preset_that_set_a_field():
-    message = refusal(grpo={"preset": "deepseek_v3.2", "beta": 0.0}, rewards=TWO)
-    assert message.startswith("grpo.kl_unbiased true has no effect with grpo.beta 0")
-    assert message.endswith("(grpo.preset deepseek_v3.2 sets grpo.kl_unbiased)")
 
 
 def test_what_a_preset_sets_and_what_was_given_instead_is_said_in_full():

@@ -28,32 +28,16 @@ def test_numbers_that_yaml_takes_for_text(user: User, text: str, value: float) -
     assert user.parse("--policy.lr", text.strip("'")).policy.lr == value
 
 
-def test_a_date_that_is_none_is_text(user: User) -> None:
-    assert user.refused("--policy.lr=2026-99-01") == "policy.lr: expected a finite number, got 2026-99-01"
-
-
 @pytest.mark.parametrize("recipe, complaint", refused("yaml"))
 def test_yaml_that_would_let_a_mistake_pass(user: User, recipe: str, complaint: str) -> None:
     message = user.refused(yaml=recipe)
     assert message.startswith("--config ") and "recipe.yaml" in message and complaint in message
 
 
-def test_a_key_that_is_given_twice_in_an_option_is_named(user: User) -> None:
-    """The text was once taken for the name of a function, since it could not be read as YAML."""
-    assert "function is given twice: merge the two" in user.refused("--rewards", "[{function: a, function: b}]")
-
-
 def test_a_merged_mapping_gives_no_key_twice(user: User) -> None:
     """`<<` writes the merged keys into the mapping that is read, here before its own keys are looked at."""
     recipe = "rewards:\n- {function: a, kwargs: &own {<<: {x: 1}, x: 2}}\nscoring: {<<: *own}\n"
     assert read_recipe(Path(user.yaml(recipe)))["scoring"] == {"x": 2}
-
-
-def test_config_must_be_a_file(user: User) -> None:
-    assert "there is no such file" in user.refused("--config", str(user.folder / "nope.yaml"))
-    assert "is a folder" in user.refused("--config", str(user.folder))
-    (user.folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x81")
-    assert "cannot be read" in user.refused("--config", str(user.folder / "bytes.yaml"))
 
 
 @pytest.mark.parametrize("name", ["1", "true", "2026-01-01", "1e3", "v1.2_b-c", ".hidden", "é"])

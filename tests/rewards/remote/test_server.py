@@ -21,10 +21,7 @@ from hostile_service import make_certificate
 from reward_helpers import in_time
 from warm_python import programs
 
-from hybrid_grpo.commands.configs import ServeRewardConfig
-from hybrid_grpo.commands.serve_reward import _check_place
-from hybrid_grpo.config import RewardConfig, build
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.remote.client import remote
@@ -273,25 +270,6 @@ def test_tls_tokens_and_groups_and_an_end_in_the_middle_of_an_answer(folder, mon
     assert ask(["slow"], TOKEN) == [0.0]
     assert server.process.wait(20) == 0
     assert TOKEN not in server.line + "".join(server.lines)
-
-
-MISTAKES = {
-    "no rewards": ({}, [], "rewards is empty"),
-    "the world": ({"host": "0.0.0.0"}, ["exact_match"], "serve.host 0.0.0.0"),
-    "no variable": ({"token_env": "NO_SUCH_TOKEN"}, ["exact_match"], "serve.token_env NO_SUCH_TOKEN"),
-    "a port": ({"port": 70_000}, ["exact_match"], "serve.port 70000"),
-    "no requests": ({"max_requests": 0}, ["exact_match"], "serve.max_requests 0"),
-    "no time": ({"timeout_s": 0.0}, ["exact_match"], "serve.timeout_s 0.0"),
-    "a key alone": ({"key": "k.pem"}, ["exact_match"], "serve.certificate"),
-    "no certificate": ({"certificate": "c.pem"}, ["exact_match"], "serve.certificate c.pem: there is no such file"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_refused(name):
-    serve, functions, says = MISTAKES[name]
-    with pytest.raises(UserError, match=says):
-        _check_place(build(ServeRewardConfig, {"rewards": functions, "serve": serve}))
 
 
 def test_a_port_in_use_is_one_line_and_status_2(folder, server):
