@@ -197,27 +197,6 @@ def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
     assert numbers["tool/misbehave/failed_frac"] == (3 / 6, 6)
 
 
-SICK = {
-    "hermes": [
-        "<tool_call>" + '{"name": ' * 3000,
-        '<tool_call>{"name": "\\ud83d", "arguments": {"\\ud83d": "\\ud83d"}}',
-    ],
-    "llama3": ['{"name": "add", "parameters": ' + '{"a": ' * 960 + "1" + "}" * 961, '{"name": ' * 3000],
-    "mistral": ["[TOOL_CALLS]" + "[" * 3000, "[TOOL_CALLS]\\ud83d{" + '"a": {' * 960, "[TOOL_CALLS]" * 300],
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_turn_ends_the_run(tools, family):
-    """Going on died at the same completion."""
-    tokenizer, partners = partners_of(tools, family)
-    partners.begin([])
-    for key, text in enumerate(SICK[family]):
-        ids = [*tokens(tokenizer, text), tokenizer.eos_token_id]
-        if partners.ended(key, ids, room=9) is None:
-            assert "error: " in tokenizer.decode(answer(partners, key))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tool_cannot_forge_a_turn(tools, family):
     """Names of control tokens that it returns are read as text: the ids of the frame, and letters."""

@@ -1,15 +1,14 @@
 """Success rates and the stream of prompts that follows them: formulas, statistics, ranks, resuming."""
 
 import math
-import threading
 from collections import Counter
+from functools import partial
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from launching import make_task, ranks
+from rank_threads import in_ranks
 
 from hybrid_grpo.config import BatchPlan, RunConfig, TrainConfig
 from hybrid_grpo.data.batch import Prompt
@@ -40,9 +39,11 @@ def stream(prompts, config=DIFFICULTY, batch=6, rank=0, world=1, seed=0) -> Curr
     return Curriculum(prompts, config, BatchPlan(world, batch // world, G, 1, 1), rank, CPU)
 
 
-def play(curriculum: Curriculum, rate_of, rng=None) -> list[Prompt]:
-    """One step: a batch whose completions are right at the given rates, by chance or as near as can be."""
-    drawn = [Prompt(p.id, p.text, p.token_ids, p.columns, epoch) for p, epoch in curriculum.next_batch()]
+def play(curriculum: Curriculum, rate_of, rng=None, more=()) -> list[Prompt]:
+    """One step: a batch whose completions are right at the given rates, by chance or as near as can be; and these of
+    six more prompts, as in place of groups of equal rewards."""
+    batch = [*curriculum.next_batch(), *(curriculum.draw(6, more) if more else ())]
+    drawn = [Prompt(p.id, p.text, p.token_ids, p.columns, epoch) for p, epoch in batch]
     for prompt in drawn:
         rate = rate_of(prompt)
         right = rng.binomial(G, rate) if rng else round(G * rate)
@@ -197,50 +198,20 @@ def test_a_resumed_stream_goes_on_alike(config):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_rank_draws_its_part_of_the_same_prompts(world, monkeypatch):
-    """Ranks are threads; each notes its own groups only."""
-    prompts = prompts_of([0.0, 0.5, 1.0] * 10)
-    alone = stream(prompts)
-    expected = [[p.id for p in play(alone, lambda p: p.columns["level"])] for _ in range(8)]
-    barrier, parts, seen = threading.Barrier(world), {}, {}
+def test_every_rank_draws_its_part_of_the_same_prompts(world):
+    """Each notes its own groups only."""
+    prompts, share = prompts_of([0.0, 0.5, 1.0] * 10), 6 // world
 
-    def all_reduce(tensor):
-        parts[threading.current_thread().name] = tensor
-        barrier.wait(20)
-        total = torch.stack(list(parts.values())).sum(0)
-        barrier.wait(20)
-        return total
+    def played(rank: int, world: int, share: int):
+        curriculum, more = stream(prompts, rank=rank, world=world), range(share * rank, share * (rank + 1))
+        drawn = [[p.id for p in play(curriculum, lambda p: p.columns["level"], more=more)] for _ in range(8)]
+        return drawn, curriculum.rates()
 
-    monkeypatch.setattr("hybrid_grpo.features.curriculum.curriculum.all_reduce", all_reduce)
-
-    def run(rank: int) -> None:
-        curriculum = stream(prompts, rank=rank, world=world)
-        drawn = [[p.id for p in play(curriculum, lambda p: p.columns["level"])] for _ in range(8)]
-        seen[rank] = (drawn, curriculum.rates())
-
-    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [[id for rank in range(world) for id in seen[rank][0][step]] for step in range(8)] == expected
-    assert all(np.array_equal(rates, alone.rates()) for _, rates in seen.values())
-
-
-@pytest.mark.ranks
-def test_two_ranks_follow_the_same_curriculum(tmp_path):
-    """With minibatches and dynamic sampling: the groups that are kept, the rates, and a resumed run."""
-    folder = make_task(tmp_path)
-    (alone,) = ranks(1, "curriculum", folder, programs=str(Path(__file__).with_name("programs.py")))
-    two = ranks(2, "curriculum", folder, programs=str(Path(__file__).with_name("programs.py")))
-    for step in range(4):
-        merged = [id for m in range(2) for seen in two for id in seen["drawn"][step][2 * m : 2 * m + 2]]
-        assert merged == alone["drawn"][step]
-    for seen in (alone, *two):
-        assert seen["resumed"] and seen["rates"] == alone["rates"] and seen["position"] == alone["position"]
-        assert seen["metrics"] == alone["metrics"]
-    assert alone["position"] > 32, "dynamic sampling drew more than the steps have places"
-    assert len(set(alone["rates"])) > 5
+    expected, rates = played(0, 1, 6)
+    seen = in_ranks(world, partial(played, world=world, share=share))
+    for step in range(8):
+        assert [id for k in (0, share) for own, _ in seen for id in own[step][k : k + share]] == expected[step]
+    assert all(np.array_equal(own, rates) for _, own in seen)
 
 
 def test_prompts_of_like_length_make_a_class():
