@@ -19,10 +19,6 @@ from paths import ROOT
 from refusals import refused
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.commands.checks import check_generate
-from hybrid_grpo.commands.configs import GenerateConfig
-from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.parsing import parse
 
 pytestmark = pytest.mark.process
 WORDS = ["dcab=", "zxy=", "hello=", "qrs=", "tac=", "god=", "mnbv="]
@@ -234,20 +230,6 @@ def test_a_mistake_gives_one_line_and_status_2(
     terminal: Terminal, arguments: list[str], stdin: str | bytes, says: str
 ) -> None:
     assert says in terminal.refused(*arguments, stdin=stdin)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "data.path is standard input, which 2 ranks cannot share"),
-        (DATA, "generate.output - cannot be shared by 2 ranks"),
-    ],
-)
-def test_ranks_do_not_share_standard_streams(arguments: list[str], says: str) -> None:
-    config = parse(GenerateConfig, [*MODEL, *arguments], "generate").config
-    check_generate(config, 1)
-    with pytest.raises(UserError, match=says):
-        check_generate(config, 2)
 
 
 def test_it_takes_the_recipe_of_a_run(terminal: Terminal, tmp_path: Path) -> None:

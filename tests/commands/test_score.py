@@ -191,11 +191,7 @@ def test_tokens_come_from_the_tokenizer_of_the_model(there: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("options, says", [
-    ([], "usage: hybrid-grpo score FILE_OR_RUN"),
-    (["rows.jsonl"], "rewards is empty: give at least one"),
-    (["no.jsonl", *rewards("longest")], "no.jsonl: there is no such file or folder"),
     (["rows.jsonl", *rewards("longst")], "did you mean longest?"),
-    (["rows.jsonl", *rewards("longest"), "--score.output=rows.jsonl"], "would replace the completions that are scored"),
     (["rows.jsonl", *rewards("longest"), "--data.prompt_column=q"], "data.prompt_column q: row 0 (from 0) of rows"),
     (["rows.jsonl", *rewards("longest"), "--data.completion_column=text"], "has neither text nor texts"),
     (["rows.jsonl", *rewards("tokens")], "tokens looks at completion_ids, which are made from the texts by"),

@@ -54,29 +54,6 @@ def test_a_whole_section_may_be_given_without_what_is_not_used() -> None:
         parse(GenerateConfig, ["--rollout={temperature: 0.5, prompts_per_step: 3}"], "generate")
 
 
-@pytest.mark.parametrize("cls", READERS)
-@pytest.mark.parametrize(
-    ("recipe", "says"),
-    [
-        ("polcy: {lr: 1}", "there is no setting polcy.lr: "),
-        ("checkpoint: {evry: 3}", "there is no setting checkpoint.evry: did you mean checkpoint.every"),
-        ("sft: {batch_sise: 3}", "there is no setting sft.batch_sise: did you mean sft.batch_size?"),
-    ],
-)
-def test_a_recipe_with_a_name_that_training_does_not_have_is_refused(
-    user: User, cls: Any, recipe: str, says: str
-) -> None:
-    with pytest.raises(UserError) as refused:
-        parse(cls, ["--config", user.yaml(recipe)], cls.command)
-    assert str(refused.value).startswith(says)
-
-
-def test_training_leaves_nothing_aside(user: User) -> None:
-    for cls, recipe in ((TrainConfig, "sft: {batch_size: 3}"), (SftConfig, "grpo: {beta: 0.1}")):
-        with pytest.raises(UserError, match="there is no setting"):
-            parse(cls, ["--config", user.yaml(recipe)], "train")
-
-
 def test_rewards_of_a_task_are_served(user: User) -> None:
     config = parse(ServeRewardConfig, ["--config", user.yaml("data: {task: gsm8k}")], "serve-reward").config
     assert [reward.function for reward in config.rewards] == ["numeric_answer"]

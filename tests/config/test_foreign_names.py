@@ -2,14 +2,11 @@
 
 import re
 
-import pytest
 from paths import ROOT
 
-from hybrid_grpo.commands.configs import EvaluateConfig
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
 from hybrid_grpo.config.composition import setting_names
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.foreign_names import conversions, foreign_name, foreign_names
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.types import fields_of
@@ -72,32 +69,6 @@ def test_the_page_has_the_same_settings_and_metrics_that_exist():
         others = rows.keys() - here.keys()
         assert not any(rows[theirs].split(".")[0] in fields_of(TrainConfig) for theirs in others)
         assert set(re.findall(r"\|`([^`]+)`\|$", metrics, re.M)) <= {metric.name for metric in CATALOGUE}
-
-
-@pytest.mark.parametrize(
-    ("name", "train", "evaluate"),
-    [
-        ("data.max_response_length", *["rollout.max_completion_tokens"] * 2),
-        ("rollout.n", "rollout.num_generations", "rollout.num_generations, which this command does not use"),
-        ("use_vllm", *["nothing to set here, since the policy's own engine samples"] * 2),
-        ("actor_rollout_ref.model.path", *["policy.model"] * 2),
-        ("trainer.total_epochs", "run.steps (steps", "run.steps (steps, not epochs), which this command does not use"),
-        ("learning_rate", "policy.lr", "policy.lr, which this command does not use"),
-        ("num_generations", "rollout.num_generations", "did you mean eval.num_generations?"),
-        ("max_completion_length", *["rollout.max_completion_tokens"] * 2),
-        ("per_device_train_batch_size", "policy.micro_batch_tokens (tokens", "policy.micro_batch_tokens (tokens"),
-        ("lr", "did you mean policy.lr", "known are run, policy, data"),
-        ("kl_coef", "grpo.beta", "grpo.beta, which this command does not use"),
-        ("algorithm.adv_estimator", *["grpo.baseline (or grpo.preset)"] * 2),
-        ("ds3_gather_for_generation", *["nothing to set here, since weights are always gathered"] * 2),
-        ("rollout.zzz", "known are rollout.prompts_per_step", "known are rollout.max_completion_tokens"),
-    ],
-)
-def test_a_name_is_answered_with_the_right_one_or_none(name, train, evaluate):
-    """For `rollout.n`, eval suggested rollout.user: the section's name made them alike."""
-    for cls, answer in ((TrainConfig, train), (EvaluateConfig, evaluate)):
-        with pytest.raises(UserError, match=rf"^there is no setting {name}: .*{re.escape(answer)}"):
-            parse(cls, [f"--{name}", "1"], "train")
 
 
 def test_a_command_without_the_setting_does_not_suggest_it():

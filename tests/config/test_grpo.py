@@ -77,9 +77,3 @@ def test_what_a_preset_sets_and_what_was_given_instead_is_said_in_full():
 def test_a_buffer_below_one_is_a_share_of_the_longest_completion():
     shares = [GrpoConfig(overlong_buffer=buffer).overlong_tokens(500) for buffer in (0, 102, 0.2, 1e-9)]
     assert shares == [0, 102, 100, 0]
-    for buffer in (1.5, -1):
-        said = refusal(grpo={"overlong_buffer": buffer})
-        assert said == f"grpo.overlong_buffer {buffer} must be a whole number of tokens, or a share below 1"
-    assert refusal(grpo={"overlong_buffer": "0.2x"}).startswith(
-        "grpo.overlong_buffer: expected a finite number, got 0.2x"
-    )
