@@ -83,18 +83,6 @@ def test_equal_rewards_one_step_or_none_have_no_advantage_at_all(scale, value: f
     assert advantage.shape == (9, 5) and advantage.eq(0).all()
 
 
-def test_the_split_over_ranks_changes_nothing() -> None:
-    steps, lengths = ragged(5, 12, 4)
-    lengths[0] = lengths[4] = lengths[8] = 12
-    whole = step_advantages(steps, lengths, 4, scale="batch")
-    seen: list[torch.Tensor] = []
-    parts = [slice(0, 4), slice(4, 8), slice(8, 12)]
-    for part in parts:
-        step_advantages(steps[part], lengths[part], 4, scale="batch", sum_over_ranks=lambda x: seen.append(x) or x)
-    split = [step_advantages(steps[p], lengths[p], 4, scale="batch", sum_over_ranks=lambda _: sum(seen)) for p in parts]
-    assert torch.allclose(torch.cat(split), whole, rtol=1e-6)
-
-
 def test_a_step_ends_inside_its_completion() -> None:
     for end in (0, 4):
         with pytest.raises(AssertionError):
@@ -178,21 +166,24 @@ def test_reward_to_go_tells_where_completions_of_one_sum_earned_it() -> None:
     assert torch.allclose(mine, torch.tensor([[0.0, -(0.5**0.5)], [0.0, 0.5**0.5]]), atol=1e-3)
 
 
-def test_reward_to_go_is_the_same_however_groups_are_split_over_ranks() -> None:
+@pytest.mark.parametrize("to_go", [False, True])
+def test_the_split_over_ranks_changes_nothing(to_go: bool) -> None:
     steps, lengths = ragged(5, 12, 4)
     lengths[0] = lengths[4] = lengths[8] = 12
     whole_B = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    given = {"baseline": "mean", "scale": "batch"}
-    together = reward_to_go_advantages(whole_B, steps, lengths, 4, **given)
+
+    def of(part: slice, **total) -> torch.Tensor:
+        given = steps[part], lengths[part], 4
+        if to_go:
+            return reward_to_go_advantages(whole_B[part], *given, baseline="mean", scale="batch", **total)
+        return step_advantages(*given, scale="batch", **total)
+
     seen: list[torch.Tensor] = []
     parts = [slice(0, 4), slice(4, 8), slice(8, 12)]
-
-    def on_rank(part: slice, total) -> torch.Tensor:
-        return reward_to_go_advantages(whole_B[part], steps[part], lengths[part], 4, **given, sum_over_ranks=total)
-
     for part in parts:
-        on_rank(part, lambda local: seen.append(local) or local)
-    assert torch.allclose(torch.cat([on_rank(part, lambda _: sum(seen)) for part in parts]), together, rtol=1e-6)
+        of(part, sum_over_ranks=lambda local: seen.append(local) or local)
+    split = [of(part, sum_over_ranks=lambda _: sum(seen)) for part in parts]
+    assert torch.allclose(torch.cat(split), of(slice(None)), rtol=1e-6)
 
 
 def expected_gradient(advantages_of) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ that cannot be packed, with `rollout.decoder: transformers` and padded rows. The
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import complete
@@ -91,8 +92,11 @@ def prove(name: str, folder: Path, paged: bool = True) -> Gaps:
     if has_tower(config):
         _check_export(plain, policy, folder)
     rows, tokens, decoded = _decoding(plain, policy, paged)
-    expected, theirs = _plain_pass(plain, rows)
-    found, mine = _policy_pass(policy, rows, paged)
+    expected = plain_pass(_scores(plain, *row) for row in rows)
+    theirs = dict(gradients(plain))
+    prompts, completions = ([list(part) for part in side] for side in zip(*rows, strict=True))
+    make = partial(pack, share="on") if paged else pad
+    found, mine = policy_pass(policy, make(TokenRow.of(prompts, completions), 400, CPU))
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = gradient_gap(mine, theirs)
     return Gaps(tokens, decoded, packed, gradient, worst, without)
@@ -186,29 +190,25 @@ def weights_of(count: int, row: int) -> Tensor:
     return torch.randn(2, count, generator=torch.Generator().manual_seed(row))
 
 
-def _plain_pass(plain: Any, rows: list[Row]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probabilities of each row, and the gradients of their weighted sum."""
+def plain_pass(scores: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return the log-probabilities of rows, of which these and their entropies are given, and add the gradients of
+    their weighted sum."""
     logp = []
-    for row, (prompt, completion) in enumerate(rows):
-        scores = torch.stack(_scores(plain, prompt, completion))
-        (scores * weights_of(len(completion), row)).sum().backward()
-        logp.append(scores[0].detach())
-    return logp, dict(gradients(plain))
+    for row, (logp_T, entropy_T) in enumerate(scores):
+        (torch.stack([logp_T, entropy_T]) * weights_of(len(logp_T), row)).sum().backward()
+        logp.append(logp_T.detach())
+    return logp
 
 
-def _policy_pass(policy: Any, rows: list[Row], packed: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The same in training mode: packed with shared prompts, or padded."""
-    model, logp = LogprobModel(policy).train(), [torch.zeros(0)] * len(rows)
-    prompts, completions = ([list(part) for part in side] for side in zip(*rows, strict=True))
-    make = partial(pack, share="on") if packed else pad
-    for micro in make(TokenRow.of(prompts, completions), 400, CPU):
-        scores = torch.stack(model(*micro.inputs, 1.0))
-        lengths = [len(completions[row]) for row in micro.rows]
+def policy_pass(policy: Any, batches: list[MicroBatch]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same in training mode, of micro-batches that have all rows; and the gradients."""
+    model, logp = LogprobModel(policy).train(), dict[int, Tensor]()
+    for micro in batches:
+        scores, lengths = torch.stack(model(*micro.inputs, 1.0)), micro.mask_bT.sum(1).tolist()
         weights = torch.cat([weights_of(n, row) for n, row in zip(lengths, micro.rows, strict=True)], dim=1)
         (scores * weights).sum().backward()
-        for row, values in zip(micro.rows, scores[0].detach().split(lengths), strict=True):
-            logp[row] = values
-    return logp, dict(gradients(policy))
+        logp |= zip(micro.rows, scores[0].detach().split(lengths), strict=True)
+    return [logp[row] for row in sorted(logp)], dict(gradients(policy))
 
 
 def gradients(model: Any) -> Iterator[tuple[str, Tensor]]:

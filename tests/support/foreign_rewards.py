@@ -41,15 +41,6 @@ def logs(completions, trainer_state, log_extra=None, log_metric=None, **kwargs):
     return [float(trainer_state.global_step)] * len(completions)
 
 
-def shorter_is_better(completions, **kwargs):
-    contents = [completion[0]["content"] for completion in completions]
-    lengths = [len(content) for content in contents]
-    shortest, longest = min(lengths), max(lengths)
-    if longest == shortest:
-        return [0.0] * len(completions)
-    return [1 - (length - shortest) / (longest - shortest) for length in lengths]
-
-
 class ContainsKey:
     def __init__(self, variable="OPENAI_API_KEY"):
         self.variable = variable

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_programs import made, main
+from rank_programs import made, main, two_steps
 
 from hybrid_grpo.data.batch import MicroBatch, Rollout
 from hybrid_grpo.distributed.ranks import all_reduce, world_size
@@ -36,24 +36,14 @@ def adapted(folder: Path) -> dict[str, Any]:
     trainer = build(folder.parent, stage)
     # Ranks are known once the engine is there.
     out = folder.with_name(f"{folder.name}.{world_size()}")
-    seen: dict[str, Any] = {"rollouts": [], "metrics": []}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
-    for step in (1, 2):
-        trainer.step(step)
-        assert trainer.last_rollout is not None
-        rollout, _scores, advantages = trainer.last_rollout
-        rows = zip(rollout.row_prompts, rollout.completions, advantages.tolist(), strict=True)
-        seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
-        seen["metrics"].append(trainer.meter.reduce())
-        if step == 1:
-            checkpoints.save(trainer.policy.engine, 1, {"loader": trainer.loader.state_dict()})
-    trainer.evaluate(0, trainer.eval_sets)
-    seen["eval"] = trainer.meter.reduce()
-    held_out = trainer.eval_sets[0]
-    greedy = trainer.policy.complete(
-        held_out.requests(held_out.own_prompts()), held_out.sampling, trainer.config.rollout
-    )
-    seen["greedy"] = [group[0].token_ids for group in greedy]
+
+    def save() -> None:
+        checkpoints.save(trainer.policy.engine, 1, {"loader": trainer.loader.state_dict()})
+
+    seen = two_steps(trainer, between=save)
+    assert trainer.last_rollout is not None
+    rollout, *_ = trainer.last_rollout
     trainer.policy.export(out / "exported")
     seen["optimizer"] = int(all_reduce(torch.tensor(_numbers(trainer.policy.engine.engine.optimizer.state_dict()))))
     seen["checkpoint_bytes"] = sum(p.stat().st_size for p in (out / "checkpoints").rglob("*") if p.is_file())

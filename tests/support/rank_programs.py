@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,8 +117,8 @@ def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> di
     return two_steps(build(folder, stage=stage, beta=beta, num_minibatches=num_minibatches))
 
 
-def two_steps(trainer: Trainer) -> dict[str, Any]:
-    """What `steps` says of a trainer."""
+def two_steps(trainer: Trainer, between: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """What `steps` says of a trainer; something may be done `between` them."""
     seen: dict[str, Any] = {"rollouts": [], "metrics": []}
     for step in (1, 2):
         trainer.step(step)
@@ -126,6 +127,8 @@ def two_steps(trainer: Trainer) -> dict[str, Any]:
         rows = zip(rollout.row_prompts, rollout.completions, advantages_B.tolist(), strict=True)
         seen["rollouts"].append([(p.id, c.token_ids, c.logp, a) for p, c, a in rows])
         seen["metrics"].append(trainer.meter.reduce())
+        if step == 1:
+            between()
     trainer.evaluate(0, trainer.eval_sets)
     held_out = trainer.eval_sets[0]
     greedy = trainer.policy.complete(

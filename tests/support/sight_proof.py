@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers as tf
-from architecture_proof import CPU, LIMIT, Gaps, gradient_gap, gradients, weights_of
+from architecture_proof import CPU, LIMIT, Gaps, gradient_gap, gradients, plain_pass, policy_pass
 from PIL import Image
 from seeing import make_seeing, pictures
 from torch import Tensor
@@ -31,7 +31,6 @@ from hybrid_grpo.generation.sequence import Finish
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.loading import load_config, load_model
-from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.processors import load_tower
 from hybrid_grpo.model.reading import Reading
 from hybrid_grpo.model.sight import VisionEncoder, image_token
@@ -139,7 +138,7 @@ def prove_rounding(name: str, folder: Path) -> tuple[Gaps, float]:
     in float64; and how far from these are transformers' own in float32."""
     gaps, _, plain, rows, mine, theirs = _proven(name, folder, answers=False)
     plain.zero_grad()
-    _gradients_of(plain.double(), rows, None)
+    plain_pass(_scores(plain.double(), prompt, completion, None) for prompt, completion in rows)
     exact = dict(gradients(plain))
     gradient, worst, without = gradient_gap(mine, exact)
     return replace(gaps, gradient=gradient, worst=worst, without=without), gradient_gap(theirs, exact)[0]
@@ -161,24 +160,15 @@ def _proven(
     answer, placeholder = Seen(ANSWER, -1, processor, album), image_token(config)
     turns = _Answers(answer.ids) if answers else None
     rows, tokens, decoded = _decoding(plain, policy, sight, prompts, answer, turns, placeholder)
-    expected = _gradients_of(plain, rows, answer)
-    found, mine = _policy_pass(policy, sight, rows)
+    expected = plain_pass(_scores(plain, prompt, completion, answer) for prompt, completion in rows)
+    read = [completion.token_row(row, list(prompt.ids)) for row, (prompt, completion) in enumerate(rows)]
+    found, mine = policy_pass(policy, pack(read, 500, CPU, share="on", reading=Reading(sight)))
     of_tower = zip(sight.state(), sight.gradients(), strict=True)
     mine |= {name: gradient for name, gradient in of_tower if gradient.any()}
     theirs = {name: gradient.clone() for name, gradient in gradients(plain)}
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = gradient_gap(mine, theirs)
     return Gaps(tokens, decoded, packed, gradient, worst, without), sight, plain, rows, mine, theirs
-
-
-def _gradients_of(plain: Any, rows: list[tuple[Seen, Completion]], answer: Seen | None) -> list[Tensor]:
-    """Add the gradients of each row to transformers' model; returns the log-probabilities."""
-    logp = []
-    for row, (prompt, completion) in enumerate(rows):
-        scores = torch.stack(_scores(plain, prompt, completion, answer))
-        (scores * weights_of(len(completion.token_ids), row)).sum().backward()
-        logp.append(scores[0].detach())
-    return logp
 
 
 def _decoding(
@@ -247,18 +237,3 @@ def _scores(
     logp_TV = (logits / temperature).log_softmax(-1)
     token_T1 = torch.tensor(completion.token_ids)[:, None]
     return logp_TV.gather(1, token_T1)[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
-
-
-def _policy_pass(
-    policy: Any, sight: VisionEncoder, rows: list[tuple[Seen, Completion]]
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    model, logp = LogprobModel(policy).train(), [torch.zeros(0)] * len(rows)
-    read = [completion.token_row(row, list(prompt.ids)) for row, (prompt, completion) in enumerate(rows)]
-    for micro in pack(read, 500, CPU, share="on", reading=Reading(sight)):
-        scores = torch.stack(model(*micro.inputs, 1.0))
-        lengths = [len(rows[row][1].token_ids) for row in micro.rows]
-        weights = torch.cat([weights_of(n, row) for n, row in zip(lengths, micro.rows, strict=True)], dim=1)
-        (scores * weights).sum().backward()
-        for row, values in zip(micro.rows, scores[0].detach().split(lengths), strict=True):
-            logp[row] = values
-    return logp, dict(gradients(policy))
