@@ -94,13 +94,6 @@ def test_penalties_and_biases_are_those_of_transformers(options):
     assert np.allclose(logp_n.exp().numpy(), expected[token_n.numpy()], rtol=1e-5)
 
 
-def test_stop_tokens_are_free_from_the_minimum_on():
-    logits = torch.tensor([0.0, 5.0, 0.0])
-    for count, possible in ((0, False), (2, False), (3, True), (4, True)):
-        token_n, _ = draw(logits, Sampling(9, stop_ids=(1,), min_tokens=3), draws=100, count=count)
-        assert (1 in token_n.tolist()) == possible
-
-
 def test_a_bias_outweighs_the_ban_of_nothing_and_greedy_honours_both():
     logits = torch.tensor([0.0, 5.0, 1.0, 2.0])
     sampling = Sampling(9, temperature=GREEDY, stop_ids=(1,), min_tokens=3, logit_bias=((2, 4.0),))
