@@ -104,13 +104,11 @@ def prompts_of(
     source: Source,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    where: Callable[[int], str] | None = None,
     album: ImageStore | None = None,
     shared: bool = False,
 ) -> list[Prompt]:
-    """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `where`
-    describes a row in messages, given its number; by default, messages name the number. `album` takes the pictures;
-    without one there may be none. If `shared`, this is collective, and each rank reads its share.
+    """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `album` takes
+    the pictures; without one there may be none. If `shared`, this is collective, and each rank reads its share.
 
     Raises UserError if there is no prompt column, a row is not a prompt, a required chat template is missing, or all
     prompts are too long (with `over_long: refuse`, if any prompt is).
@@ -123,7 +121,7 @@ def prompts_of(
     )
     if config.chat_template_kwargs:
         check_template_kwargs(config.chat_template_kwargs, tokenizer)
-    prompts = _read_all(rows, source, config, tokenizer, where, album, shared)
+    prompts = _read_all(rows, source, config, tokenizer, album, shared)
     templated = config.chat_template == "always" or any(
         isinstance(prompt.text, list) or prompt.columns.get(config.image_column) for prompt in prompts
     )
@@ -154,15 +152,13 @@ def _read_all(
     source: Source,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    where: Callable[[int], str] | None,
     album: ImageStore | None,
     shared: bool,
 ) -> list[Prompt]:
     seen = None if album is None else (album, source.folder)
 
     def read(number: int) -> Prompt:
-        place = where(number) if where else f"row {number} (from 0) of {source}"
-        return read_prompt(number, rows[number], place, config, tokenizer, seen)
+        return read_prompt(number, rows[number], f"row {number} (from 0) of {source}", config, tokenizer, seen)
 
     def shows(row: Row) -> bool:
         return bool(row.get(config.image_column)) or has_images(row[config.prompt_column])
