@@ -177,13 +177,6 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
     }
 
 
-def measure_gradients(batch: TrainBatch) -> Numbers:
-    """Return whether the tokens of a micro-batch were left out of the backward pass."""
-    return {
-        "policy/no_gradient_frac": (float(not batch.has_gradient), len(batch.micro.target_N) if batch.micro.rows else 0)
-    }
-
-
 def sampling_spans(start: float, engine: "Engine") -> list[Span]:
     """Return the stages of a rollout that began at `start` and ends now, from the durations that `engine` measured: the
     switch to generation and back, sampling, and the wait for other ranks."""
