@@ -3,7 +3,6 @@
 The functions return `Numbers`, which a `Meter` reduces.
 """
 
-import functools
 import math
 import time
 from collections.abc import Sequence
@@ -282,6 +281,5 @@ def group_flops(rollout: Rollout, cost: Cost) -> tuple[float, Floats, Floats]:
     return float(prefill.sum() + decode.sum()), once_P, trained_P
 
 
-@functools.cache
 def _peak(device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
