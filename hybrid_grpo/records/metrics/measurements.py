@@ -18,7 +18,7 @@ from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, S
 from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.distributed.ranks import world_size
 from hybrid_grpo.grpo.advantages import informative
-from hybrid_grpo.grpo.baselines import centered
+from hybrid_grpo.grpo.baselines import centered, differ
 from hybrid_grpo.model.flops import Cost, Floats
 from hybrid_grpo.model.routing import Replay
 from hybrid_grpo.model.sidecars import find
@@ -145,8 +145,7 @@ def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
         correlation_P = group_correlation(reward_PG, value_B.view(shape))
         numbers[f"health/reward_{name}_corr"] = correlation_P.nanmean(), int((~correlation_P.isnan()).sum())
     highest_P1 = reward_PG.nan_to_num(-math.inf).amax(1, keepdim=True)
-    lowest_P1 = reward_PG.nan_to_num(math.inf).amin(1, keepdim=True)
-    best_PG = (reward_PG == highest_P1) & (highest_P1 > lowest_P1)
+    best_PG = (reward_PG == highest_P1) & differ(reward_PG, ~reward_PG.isnan())[:, None]
     clipped_B = torch.tensor([completion.finish == "length" for completion in rollout.completions])
     clipped_N = clipped_B.view(shape)[best_PG].double()
     numbers["health/best_clipped_frac"] = clipped_N.mean(), len(clipped_N)
