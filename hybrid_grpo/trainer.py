@@ -27,7 +27,6 @@ from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import (
     group_flops,
     measure_costs,
-    measure_gradients,
     measure_parity,
     measure_sampling,
     measure_step,
@@ -295,7 +294,8 @@ class Trainer(Stage):
                     self.policy.engine.backward(loss)
                 for controller in self.controllers:
                     controller.add(numbers)
-                self.meter.update(numbers | measure_gradients(batch))
+                tokens = len(batch.micro.target_N) if batch.micro.rows else 0
+                self.meter.update(numbers | {"policy/no_gradient_frac": (float(not batch.has_gradient), tokens)})
                 self.trace.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:

@@ -29,7 +29,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.model.scalar_model import check_scalar, padding_token
     from hybrid_grpo.policy import ScalarModelTrainer
-    from hybrid_grpo.run.feature import load_features, make_features
+    from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.fingerprints import held_out_name, of_inputs
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.training import TrainingRun
@@ -61,7 +61,8 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     scorer = ScalarModelTrainer(
         config.policy, config.engine, tokenizer, config.run.steps, padding, lora=config.lora, seed=config.run.seed
     )
-    load_features(features, scorer)
+    for feature in features:
+        feature.load(scorer)  # type: ignore[arg-type]  # those that need no rollouts load beside any model
     trainer = RewardTrainer(config, scorer, pairs, held_out, device, features, training.services)
     training.train(trainer, write_report)
     say(f"reward model: {training.folder / 'model'}")

@@ -23,7 +23,7 @@ from hybrid_grpo.commands.configs import ScoreConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.console import make_console
-from hybrid_grpo.records.files import json_lines, reader_may_leave
+from hybrid_grpo.records.files import json_lines, reader_may_leave, rollout_files
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
@@ -122,10 +122,9 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 
 def _timeline(source: str) -> Timeline:
     """Return the length of a run as far as it has saved rollouts, as one epoch; that of a file is one step."""
-    from hybrid_grpo.data.completions import saved_files
     from hybrid_grpo.rewards.scorer import Timeline
 
-    steps = max(saved_files(Path(source)), default=1)
+    steps = max(rollout_files(Path(source) / "rollouts"), default=1)
     return Timeline(steps, steps)
 
 
@@ -140,9 +139,9 @@ def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
 
 def _saved_steps(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
     """Return the saved rollouts of a run for the steps that `score.steps` requests, one part per step."""
-    from hybrid_grpo.data.completions import read_step, saved_files
+    from hybrid_grpo.data.completions import read_step
 
-    files, steps = saved_files(Path(source)), config.score.steps
+    files, steps = rollout_files(Path(source) / "rollouts"), config.score.steps
     refuse(not files, f"{source} has no rollouts: they are written by a training run with log.rollouts_every above 0")
     first, dash, last = (steps or "-").partition("-")
     low, high = int(first or 0), int(last or max(files)) if dash else int(first)

@@ -37,7 +37,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
-    from hybrid_grpo.run.feature import load_features, make_features
+    from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.fingerprints import of_inputs
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.training import TrainingRun
@@ -72,7 +72,8 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     policy = Policy(
         config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=lora, seed=seed, album=album
     )
-    load_features(features, policy)
+    for feature in features:
+        feature.load(policy)
     say(f"weights: {verified(policy)}")
     doing.end()
     trainer = SftTrainer(config, policy, pairs, device, features, training.services)

@@ -130,7 +130,6 @@ def make_trainer(
     """Load the models of a run, and make the trainer from them. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.policy import Policy
-    from hybrid_grpo.run.feature import load_features
     from hybrid_grpo.trainer import Trainer
 
     inputs.load_models(engine.OffloadedModel)
@@ -148,7 +147,8 @@ def make_trainer(
         journal=services.journal,
     )
     reference = make_reference(config, policy, inputs.sampler.album)
-    load_features(features, policy)
+    for feature in features:
+        feature.load(policy)
     return Trainer(config, plan, policy, reference, inputs, device, features, services)
 
 

@@ -152,8 +152,9 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
     )
+    # wandb makes a folder of its name in the working directory, which is found too, but has no origin.
     refuse(
-        config.log.wandb != "disabled" and not _is_installed("wandb"),
+        config.log.wandb != "disabled" and getattr(find_spec("wandb"), "origin", None) is None,
         f"log.wandb {config.log.wandb}: the package is not installed: pip install wandb, or set disabled",
     )
     _check_run_folder(config.run.dir)
@@ -181,12 +182,6 @@ def _check_run_folder(folder: str) -> None:
             pass
     except OSError as error:
         raise UserError(f"run.dir {folder}: no folder can be made there: {error.strerror}: give another") from None
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package can be imported. A folder of the same name in the working directory does not count."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 def check_data(data: DataConfig) -> None:

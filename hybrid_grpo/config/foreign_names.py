@@ -62,7 +62,8 @@ def foreign_answers(names: Collection[str], known: Collection[str], whole: bool 
     for name in names:
         spellings = dict.fromkeys([name.replace("-", "_"), name if whole else name.rpartition(".")[2]])
         options = ((of, part, table[part]) for part in spellings for of, table in tables if part in table)
-        is_ours = (option for option in options if _is_known(option[2], known))
+        # Ours is a setting of the command, possibly with words after it, or what to do instead.
+        is_ours = (o for o in options if o[2].startswith("nothing") or "`" in o[2] or o[2].split(" ")[0] in known)
         framework, spelled, ours = next(is_ours, ("", name, ""))
         if framework:
             found.setdefault((framework, ours), []).append(spelled)
@@ -75,7 +76,3 @@ def foreign_answers(names: Collection[str], known: Collection[str], whole: bool 
         answers.append(f"{whose}{', '.join(theirs)} {verb} {ours}")
         last = framework
     return answers, left
-
-
-def _is_known(ours: str, known: Collection[str]) -> bool:
-    return ours.startswith("nothing") or "`" in ours or ours.split(" ")[0] in known

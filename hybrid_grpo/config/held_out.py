@@ -110,7 +110,7 @@ def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut
     # The rows of the run's own task are read, and rewarded, as in training.
     task = given.task if given.task != config.data.task else None
     of_task = task_settings(task, f"{setting}.task") if task else {}
-    rewards = given.rewards or (_rewards(of_task.get("rewards")) if task else None)
+    rewards = given.rewards or (build(_Rewards, {"rewards": of_task.get("rewards")}).rewards if task else None)
     names = config.reward_names
     if rewards:
         names = [*map(reward_name, rewards), *names[len(config.rewards) :]]
@@ -172,10 +172,6 @@ class _Rewards(RecipeReader):
     """The rewards of a held-out set alone."""
 
     rewards: RewardList = field(default_factory=list)
-
-
-def _rewards(entries: Any) -> list[RewardConfig]:
-    return build(_Rewards, {"rewards": entries}).rewards
 
 
 def _run_outcome(config: EvaluationConfig) -> str:

@@ -151,9 +151,13 @@ def read_recipe(path: Path, hint: Any = Any) -> Settings:
     refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
     refuse(not path.is_file(), f"--config {path}: there is no such file")
     try:
-        settings = settled(load_yaml(_read_text(path), _WordLoader), hint)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_LETTERS + 1)  # of a larger file, as much as shows that it is too large
+        settings = settled(load_yaml(text, _WordLoader), hint)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--config {path} cannot be read: {_yaml_problem(error)}") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise UserError(f"--config {path} cannot be read: {where}{' '.join(problem.split())}") from None
     if not isinstance(settings, dict):
         raise UserError(f"--config {path} holds no settings: write `section:` lines")
     for name, default in GONE.items():
@@ -164,15 +168,3 @@ def read_recipe(path: Path, hint: Any = Any) -> Settings:
             if not values:
                 del settings[section]
     return settings
-
-
-def _read_text(path: Path) -> str:
-    """Read a file's text; if the file is too large, only as much as is needed to detect that."""
-    with path.open(encoding="utf-8") as file:
-        return file.read(_MOST_LETTERS + 1)
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark else ""
-    return where + " ".join((getattr(error, "problem", None) or str(error)).split())

@@ -112,17 +112,13 @@ def with_task(cls: Any, given: Settings) -> Settings:
     return overlay(below, given)
 
 
-def _settings(name: str) -> Mapping[str, Any]:
-    return ready_made_settings(name) if name in READY_MADE else own_task(name).settings
-
-
 def _with_sources(data: Mapping[str, Any]) -> Settings:
     """Return the section `data` with the source of every task that its mixture names, and with the tasks'
     `chat_template` if all sources are tasks with the same one."""
     mixture, templates = [], set()
     for entry in data["mixture"]:
         name = entry.get("task") if isinstance(entry, Mapping) else None
-        below = _settings(name).get("data", {}) if isinstance(name, str) else {}
+        below = task_settings(name).get("data", {}) if isinstance(name, str) else {}
         templates.add(below.get("chat_template") if below else "of no task")
         if isinstance(entry, Mapping):
             same = (entry.get("path") or below.get("path", "")) == below.get("path", "")

@@ -152,12 +152,6 @@ def _end_of_turn(tokenizer: Any, _: str, ends: frozenset[int]) -> int | None:
     return end
 
 
-def saved_files(run: Path) -> dict[int, Path]:
-    """Return the files of a run's saved rollouts by step, in the order of steps."""
-    files = {path.stem.partition("_")[2]: path for path in (run / "rollouts").glob("step_*.jsonl")}
-    return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
-
-
 def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
     """Read the rollout of a saved step, and return it with the lines of its file.
 

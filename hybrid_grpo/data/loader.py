@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -41,16 +41,14 @@ class PromptLoader(Generic[ItemT]):
         world_size: int,
         seed: int,
         shuffle: bool = True,
-        section: str = "data",
     ) -> None:
-        """`batch_size_global` is the number of items over all ranks, a multiple of `world_size`; `section` is the
-        section of the settings that error messages name."""
+        """`batch_size_global` is the number of items over all ranks, a multiple of `world_size`."""
         assert len(prompts) > 0 and 0 <= rank < world_size
         assert batch_size_global > 0 and batch_size_global % world_size == 0
         self._prompts = prompts
         self._batch_size = batch_size_global
         self._rank, self._world_size = rank, world_size
-        self._seed, self._shuffle, self._section = seed, shuffle, section
+        self._seed, self._shuffle = seed, shuffle
         self._position = 0
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -90,8 +88,8 @@ class PromptLoader(Generic[ItemT]):
         (run.allow_changes), it is the same position in the new order."""
         refuse(
             "length" not in state,
-            f"{self._section}: the checkpoint was made with rows drawn in another way: resume with the same settings,"
-            " or start anew with another run.name",
+            "data: the checkpoint was made with rows drawn in another way: resume with the same settings, or start anew"
+            " with another run.name",
         )
         self._position = state["epoch"] * state["length"] + state["offset"]
 
@@ -186,39 +184,11 @@ def quotas(weights: Sequence[Fraction], drawn: Sequence[int], count: int) -> lis
     return numbers
 
 
-class StepLoader(Protocol):
-    """Draws this rank's prompts for every step. The ranks together draw the same prompts, however many they are."""
+class StepLoader(PromptLoader[Prompt]):
+    """Draws this rank's prompts for every step. The ranks together draw the same prompts, however many they are.
 
-    def next_prompts(self, batches: int) -> list[Prompt]:
-        """Return this rank's prompts of the next `batches` global batches in order, with their epochs. Collective."""
-
-    def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
-        """Draw the next `count` prompts over all ranks, and return the ones whose indices are `wanted`. Collective."""
-
-    def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """Record the outcomes of the groups of these prompts, [P]; each is recorded on one rank. An outcome of at least
-        `threshold` (`eval.threshold`) is right, and NaN is not counted."""
-
-    def update(self) -> None:
-        """Called once per step, after the outcomes of all its groups were recorded. Collective."""
-
-    def numbers(self) -> Numbers:
-        """Return metrics of the run's progress through the data."""
-
-    def tried_prompts(self) -> list[dict[str, Any]]:
-        """The rows of prompts.jsonl; empty if success rates are not kept."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The current position, over all ranks; the same on every rank."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position; raises UserError if prompts were drawn in another way."""
-
-
-class ListLoader(PromptLoader[Prompt]):
-    """A `StepLoader` for prompts that are all in memory. Outcomes have no effect.
-
-    Each batch is one minibatch over all ranks, so that its prompts do not depend on the number of ranks.
+    All prompts are in memory, and outcomes have no effect. Each batch is one minibatch over all ranks, so that its
+    prompts do not depend on the number of ranks.
     """
 
     def __init__(self, prompts: Sequence[Prompt], config: TrainConfig, plan: BatchPlan, rank: int) -> None:
@@ -229,28 +199,29 @@ class ListLoader(PromptLoader[Prompt]):
         self._num_generations = plan.own_generations
 
     def next_prompts(self, batches: int) -> list[Prompt]:
-        """See `StepLoader`."""
+        """Return this rank's prompts of the next `batches` global batches in order, with their epochs. Collective."""
         if self._mixture is None:
             return [replace(prompt, epoch=epoch) for _ in range(batches) for prompt, epoch in self.next_batch()]
         # In one draw, so that the quotas of the sources hold for the whole step.
         return self.more_prompts(batches * self._batch_size, self.wanted(batches))
 
     def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
-        """See `StepLoader`."""
+        """Draw the next `count` prompts over all ranks, and return the ones whose indices are `wanted`. Collective."""
         return [replace(prompt, epoch=epoch) for prompt, epoch in self.draw(count, wanted)]
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """See `StepLoader`."""
+        """Record the outcomes of the groups of these prompts, [P]; each is recorded on one rank. An outcome of at least
+        `threshold` (`eval.threshold`) is right, and NaN is not counted."""
 
     def update(self) -> None:
-        """See `StepLoader`."""
+        """Called once per step, after the outcomes of all its groups were recorded. Collective."""
 
     def tried_prompts(self) -> list[dict[str, Any]]:
-        """See `StepLoader`."""
+        """The rows of prompts.jsonl; empty if success rates are not kept."""
         return []
 
     def numbers(self) -> Numbers:
-        """See `StepLoader`."""
+        """Return metrics of the run's progress through the data."""
         return {
             "data/epoch": (self.position / len(self._prompts), 1),
             "progress/completions": (self.position * self._num_generations, 1),
@@ -290,4 +261,4 @@ class TrainingPrompts:
 
     def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StepLoader:
         """Return a loader that draws the prompts, starting from the beginning."""
-        return ListLoader(self.prompts, config, plan, rank())
+        return StepLoader(self.prompts, config, plan, rank())

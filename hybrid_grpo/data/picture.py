@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Formats that are read. Others, as vector graphics or documents, need programs of their own."""
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """What a whole file of a format has at its end; others may have more after it."""
+_QUIET = partial(warnings.catch_warnings, action="ignore")
+"""Sizes are checked here; of the warnings of decoders nothing follows."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,11 @@ class Picture:
         from PIL import Image, ImageOps
 
         try:
-            with _quiet(), Image.open(self.path or io.BytesIO(self.data or b"")) as image:
+            with _QUIET(), Image.open(self.path or io.BytesIO(self.data or b"")) as image:
                 upright = _rgb(ImageOps.exif_transpose(image) if _orientation(image) != 1 else image)
         except (OSError, SyntaxError, ValueError, EOFError) as error:
             raise UserError(f"the picture {self.name} cannot be read: {error}: replace it or remove its row") from error
         return upright if upright.size == self.size else upright.resize(self.size, Image.Resampling.BICUBIC)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    # Sizes are checked here; of the warnings of decoders nothing follows.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _orientation(image: Image) -> int:
@@ -165,7 +159,7 @@ def checked_size(contents: bytes, start: str) -> tuple[int, int]:
 
     way_out = "replace it, or remove the row"
     try:
-        with _quiet(), Image.open(io.BytesIO(contents), formats=_FORMATS) as image:
+        with _QUIET(), Image.open(io.BytesIO(contents), formats=_FORMATS) as image:
             kind, (width, height), turned = str(image.format), image.size, _orientation(image)
     except UnidentifiedImageError:
         kinds = ", ".join(_FORMATS)

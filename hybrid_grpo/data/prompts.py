@@ -51,7 +51,7 @@ def read_prompts(
         return _read_mixture(config, tokenizer, album)
     source = source or training_source(config)
     rows = read_rows(source, config)
-    kept = prompts_of(rows, source, config, tokenizer, album=album, shared=True)
+    kept = prompts_of(rows, source, config, tokenizer, album)
     return kept, data_line(source, rows, kept)
 
 
@@ -66,7 +66,7 @@ def _read_mixture(
     for of_mixture in config.mixture:
         source, name = mixture_source(of_mixture), of_mixture.name
         rows = read_rows(source, config)
-        kept = prompts_of(rows, source, config, tokenizer, album=album, shared=True)
+        kept = prompts_of(rows, source, config, tokenizer, album)
         lines.append(f"{name} (weight {of_mixture.weight:g}) is {data_line(source, rows, kept)}")
         prompts += [replace(p, id=start + p.id, source=name, columns={"data_source": name, **p.columns}) for p in kept]
         start += len(rows)
@@ -104,13 +104,10 @@ def prompts_of(
     source: Source,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    where: Callable[[int], str] | None = None,
     album: ImageStore | None = None,
-    shared: bool = False,
 ) -> list[Prompt]:
-    """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `where`
-    describes a row in messages, given its number; by default, messages name the number. `album` takes the pictures;
-    without one there may be none. If `shared`, this is collective, and each rank reads its share.
+    """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `album` takes
+    the pictures; without one there may be none. Collective: each rank reads its share.
 
     Raises UserError if there is no prompt column, a row is not a prompt, a required chat template is missing, or all
     prompts are too long (with `over_long: refuse`, if any prompt is).
@@ -123,7 +120,7 @@ def prompts_of(
     )
     if config.chat_template_kwargs:
         check_template_kwargs(config.chat_template_kwargs, tokenizer)
-    prompts = _read_all(rows, source, config, tokenizer, where, album, shared)
+    prompts = _read_all(rows, source, config, tokenizer, album)
     templated = config.chat_template == "always" or any(
         isinstance(prompt.text, list) or prompt.columns.get(config.image_column) for prompt in prompts
     )
@@ -154,15 +151,12 @@ def _read_all(
     source: Source,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    where: Callable[[int], str] | None,
     album: ImageStore | None,
-    shared: bool,
 ) -> list[Prompt]:
     seen = None if album is None else (album, source.folder)
 
     def read(number: int) -> Prompt:
-        place = where(number) if where else f"row {number} (from 0) of {source}"
-        return read_prompt(number, rows[number], place, config, tokenizer, seen)
+        return read_prompt(number, rows[number], f"row {number} (from 0) of {source}", config, tokenizer, seen)
 
     def shows(row: Row) -> bool:
         return bool(row.get(config.image_column)) or has_images(row[config.prompt_column])
@@ -170,8 +164,6 @@ def _read_all(
     if album is not None and tokenizer.chat_template is None and any(map(shows, rows)):
         # Other rows, perhaps in another rank's share, may need the processor's template too.
         tokenizer.chat_template = album.template
-    if not shared:
-        return list(map(read, range(len(rows))))
     texts = (json.dumps(row[config.prompt_column], default=_kind, skipkeys=True) for row in rows)
     refuse(
         len(set(all_gather_objects((len(rows), of_texts(texts) if world_size() > 1 else "")))) > 1,

@@ -41,32 +41,21 @@ class Hardware:
 
 
 GPUS = {
-    "rtx3090": (24, 71e12, 0.94e12),
-    "rtx4090": (24, 165e12, 1.01e12),
-    "rtx5090": (32, 210e12, 1.79e12),
-    "a10g": (23.8, 70e12, 0.6e12),
-    "a100-40gb": (40, 312e12, 1.56e12),
-    "a100-80gb": (80, 312e12, 2.04e12),
-    "l40s": (47.6, 362e12, 0.86e12),
-    "h100": (80, 989e12, 3.35e12),
-    "h200": (141, 989e12, 4.8e12),
-    "b200": (180, 2250e12, 8.0e12),
-}
-"""GPUs from data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes read per second. Where error
-correction takes a part of the memory, it is what CUDA reports."""
-_CALLED = {
-    r"RTX 3090$": "rtx3090",
-    r"RTX 4090$": "rtx4090",
-    r"RTX 5090$": "rtx5090",
-    r"\bA10G\b": "a10g",
-    r"A100\b": "a100-80gb",
-    r"L40S\b": "l40s",
+    "rtx3090": (24, 71e12, 0.94e12, r"RTX 3090$"),
+    "rtx4090": (24, 165e12, 1.01e12, r"RTX 4090$"),
+    "rtx5090": (32, 210e12, 1.79e12, r"RTX 5090$"),
+    "a10g": (23.8, 70e12, 0.6e12, r"\bA10G\b"),
+    "a100-40gb": (40, 312e12, 1.56e12, r"A100\b"),
+    "a100-80gb": (80, 312e12, 2.04e12, r"A100\b"),
+    "l40s": (47.6, 362e12, 0.86e12, r"L40S\b"),
     # Cards for a PCIe slot are slower.
-    r"\bH100\b(?!.*(PCIe|NVL))": "h100",
-    r"\bH200\b(?!.*NVL)": "h200",
-    r"\bB200\b": "b200",
+    "h100": (80, 989e12, 3.35e12, r"\bH100\b(?!.*(PCIe|NVL))"),
+    "h200": (141, 989e12, 4.8e12, r"\bH200\b(?!.*NVL)"),
+    "b200": (180, 2250e12, 8.0e12, r"\bB200\b"),
 }
-"""Keys of `GPUS`, by regular expressions that match the device names that CUDA reports."""
+"""GPUs from data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes read per second, and a
+regular expression for the name that CUDA reports. Where error correction takes a part of the memory, it is what CUDA
+reports."""
 
 
 def take_gpu(accelerator: Any) -> None:
@@ -110,13 +99,13 @@ def refuse_idle_gpus() -> None:
 
 def peak_flops(name: str) -> float | None:
     """Return the dense bfloat16 operations per second of a GPU by its CUDA name; None if unknown or a MIG slice."""
-    kind = next((kind for called, kind in _CALLED.items() if re.search(called, name)), None)
-    return None if kind is None or "MIG" in name else GPUS[kind][1]
+    found = (flops for _, flops, _, called in GPUS.values() if re.search(called, name))
+    return None if "MIG" in name else next(found, None)
 
 
 def of_table(name: str) -> Hardware:
     """Return a GPU according to its data sheet, with all of its memory free, on a host with unlimited memory."""
-    gigabytes, flops, bandwidth = GPUS[name]
+    gigabytes, flops, bandwidth, _ = GPUS[name]
     process = psutil.Process().memory_info().rss
     return Hardware(name, True, int(gigabytes * 1e9), 1 << 62, process, flops, bandwidth)
 

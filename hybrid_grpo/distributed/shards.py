@@ -253,7 +253,8 @@ def _write(
     content = []
     for flat in flats:
         state = states.get(flat.tensor, {})
-        moments = {key: value for key, value in state.items() if _is_moment(key, value, flat)}
+        tensors = {key: value for key, value in state.items() if key != _STEP and isinstance(value, Tensor)}
+        moments = {key: value for key, value in tensors.items() if value.shape == flat.tensor.shape}
         content.append(
             {
                 "pieces": [astuple(piece) for piece in flat.pieces],
@@ -275,10 +276,6 @@ def read_file(path: Path) -> dict[str, Any]:
             f"run.resume: {path} cannot be read: it is damaged, or holds more than numbers and plain values"
         ) from error
     return content
-
-
-def _is_moment(key: str, value: Any, flat: _Flat) -> bool:
-    return key != _STEP and isinstance(value, Tensor) and value.shape == flat.tensor.shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,4 @@
 """The mathematics of GRPO and nothing else: losses, advantages, the KL coefficient, dynamic sampling, minibatches.
 
-Functions take and return tensors and numbers; callers pass the function that sums over ranks. This file imports
-nothing, because the workers of reward functions import `length` and must not load torch.
+Functions take and return tensors and numbers; callers pass the function that sums over ranks.
 """

@@ -1,4 +1,4 @@
-"""Turns the rewards of a group into the advantages of its tokens, and gathers statistics of a step's groups.
+"""Turns the rewards of a group into the advantages of its tokens.
 
 `token_advantages` does the whole computation; the functions after it are its parts. A group never spans ranks; for
 statistics over all ranks, the caller passes `sum_over_ranks`. Arithmetic is float64. To find out whether all rewards of
@@ -8,7 +8,6 @@ difference, divided by a standard deviation that is also rounding noise, would b
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -107,18 +106,6 @@ def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
     """Return the mean of each row, float32 [B] on the CPU, computed in float64: the mean of equal numbers is exact."""
     real_BT = rollout.mask_BT
     return (values_BT.cpu().double() * real_BT).sum(1).div(real_BT.sum(1)).float()
-
-
-@dataclass(frozen=True)
-class GroupStats:
-    """Counts of this rank's groups; they add up over ranks."""
-
-    groups: int
-    zero_std: int
-    """Groups whose rewards are all equal, so that nothing can be learned from them."""
-    all_right: int
-    """Groups in which every completion reaches the threshold."""
-    all_wrong: int
 
 
 def group_advantages(
@@ -303,25 +290,6 @@ def informative(reward_B: Tensor, num_generations: int, steps: Steps | None = No
     return differs_P | (torch.tensor(ways_P, dtype=torch.int64) > 1)
 
 
-def group_stats(
-    reward_B: Tensor, outcome_B: Tensor, num_generations: int, threshold: float, steps: Steps | None = None
-) -> GroupStats:
-    """Count the groups from which nothing can be learned, and the groups that are too easy or too hard.
-
-    Args:
-        reward_B, steps: see `informative`.
-        outcome_B: the reward that decides if a completion is right; NaN (does not apply, or failed) is wrong.
-        threshold: smallest outcome of a right completion.
-    """
-    right_PG = (outcome_B >= threshold).view(-1, num_generations)
-    return GroupStats(
-        groups=right_PG.shape[0],
-        zero_std=int((~informative(reward_B, num_generations, steps)).sum()),
-        all_right=int(right_PG.all(dim=1).sum()),
-        all_wrong=int((~right_PG).all(dim=1).sum()),
-    )
-
-
 def _groups(value_B: Tensor, num_generations: int) -> Tensor:
     assert num_generations >= 2 and value_B.numel() % num_generations == 0
     return value_B.to(torch.float64).view(-1, num_generations)
@@ -330,9 +298,5 @@ def _groups(value_B: Tensor, num_generations: int) -> Tensor:
 def overlong_penalty(lengths: Sequence[int], max_completion_tokens: int, buffer: int, factor: float) -> list[float]:
     """Return what to add to each completion's reward for its length in tokens: 0 up to `max_completion_tokens - buffer`
     tokens, falling linearly to `-factor` at `max_completion_tokens`. With `buffer` 0 it is 0 for all completions."""
-    return [factor * linear_penalty(length - max_completion_tokens + buffer, buffer) for length in lengths]
-
-
-def linear_penalty(excess: int, span: int) -> float:
-    """Return 0 up to an `excess` of 0, falling linearly to -1 at `span`, and -1 beyond; always 0 if `span` is 0."""
-    return min(0.0, max(-1.0, -excess / span)) if span else 0.0
+    free = max_completion_tokens - buffer
+    return [factor * min(0.0, max(-1.0, (free - length) / buffer)) if buffer else 0.0 for length in lengths]

@@ -54,15 +54,11 @@ def _mean_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_
     return torch.where(sums_P1 == 0, 1.0, sums_P1 / applies_PN.sum(1, keepdim=True).clamp(min=1))
 
 
-def _no_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
-    return torch.ones_like(advantage_PN[:, :1])
-
-
 SCALES: dict[str, Callable[[Tensor, Tensor, Tensor, Total], Tensor]] = {
     "group": group_scale,
     "batch": _batch_scale,
     "mean": _mean_scale,
-    "none": _no_scale,
+    "none": lambda value_PN, advantage_PN, applies_PN, _: torch.ones_like(advantage_PN[:, :1]),
 }
 """Functions of rewards, their distances to the baseline (0 where none applies) and where there is a reward, that return
 the divisor of these distances: the unbiased standard deviation + 1e-4 of the group's rewards, or of all distances; the

@@ -1,7 +1,6 @@
 """Corrects the loss for a sampler whose probabilities differ from those of the training forward: CORRECTIONS."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,27 +8,6 @@ from torch import Tensor
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.grpo.surrogates import exp, masked, mean_over_tokens
-
-
-@dataclass(frozen=True)
-class CorrectionStats:
-    """Scalars that show how far the sampler is from the training forward, over real tokens."""
-
-    tokens: Tensor
-    mean: Tensor
-    """Mean ratio before truncation: of single tokens, or of whole completions for `mask` and `sequence`."""
-    max: Tensor
-    fraction: Tensor
-    """Share of tokens whose weight was cut, or whose completion was dropped."""
-
-    def numbers(self) -> Numbers:
-        """The statistics as they are logged, with their weights: the tokens."""
-        return {
-            "parity/ratio_mean": (self.mean, self.tokens),
-            "parity/ratio_max": (self.max, self.tokens.clamp(max=1)),
-            "parity/corrected_frac": (self.fraction, self.tokens),
-        }
-
 
 Correction = tuple[Tensor, Tensor, Tensor]
 """The ratio, the loss's factor, and where (bool) it was cut, each [b, T]."""
@@ -46,14 +24,6 @@ def _outside(ratio_bT: Tensor, grpo: GrpoConfig) -> Tensor:
     return (ratio_bT < low) | (ratio_bT > high)
 
 
-def _truncate(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> Correction:
-    return _truncated(exp(log_ratio_bT), grpo)
-
-
-def _sequence(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> Correction:
-    return _truncated(exp(log_ratio_bT.sum(1, keepdim=True)).expand_as(log_ratio_bT), grpo)
-
-
 def _mask(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> Correction:
     ratio_bT = exp(mean_over_tokens(log_ratio_bT, real_bT)).expand_as(log_ratio_bT)
     dropped_bT = _outside(ratio_bT, grpo)
@@ -68,8 +38,8 @@ def _band(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> Correction
 
 CORRECTIONS: dict[str, Callable[[Tensor, Tensor, GrpoConfig], Correction]] = {
     "none": lambda log_bT, real_bT, _: (exp(log_bT), torch.ones_like(log_bT), torch.zeros_like(real_bT)),
-    "truncate": _truncate,
-    "sequence": _sequence,
+    "truncate": lambda log_bT, real_bT, grpo: _truncated(exp(log_bT), grpo),
+    "sequence": lambda log_bT, _, grpo: _truncated(exp(log_bT.sum(1, keepdim=True)).expand_as(log_bT), grpo),
     "mask": _mask,
     "band": _band,
 }
@@ -85,19 +55,20 @@ is within [low, high], else 0 (IcePop; Ring-1T, arXiv:2510.18855). `mask` and `b
 
 def sampler_correction(
     old_logp_bT: Tensor, sampler_logp_bT: Tensor, mask_bT: Tensor, grpo: GrpoConfig
-) -> tuple[Tensor, CorrectionStats]:
+) -> tuple[Tensor, Numbers]:
     """Return factors for the policy loss that correct for the difference between the sampler and the training forward.
 
     `old_logp_bT` comes from the training forward with the weights that sampled. The factors are [b, T], without
-    gradient, and 0 on padding; statistics of the ratios are returned too.
+    gradient, and 0 on padding. Metrics over real tokens are returned too: the mean and the maximum of the ratio before
+    truncation, which is that of a whole completion for `mask` and `sequence`, and the share of tokens whose weight was
+    cut, or whose completion was dropped.
     """
     log_ratio_bT = (masked(old_logp_bT, mask_bT) - masked(sampler_logp_bT, mask_bT)).detach()
     ratio_bT, factor_bT, cut_bT = CORRECTIONS[grpo.sampler_correction](log_ratio_bT, mask_bT, grpo)
     tokens = mask_bT.sum()
-    stats = CorrectionStats(
-        tokens=tokens,
-        mean=masked(ratio_bT, mask_bT).sum() / tokens.clamp(min=1),
-        max=masked(ratio_bT, mask_bT).max(),
-        fraction=(cut_bT & mask_bT).sum() / tokens.clamp(min=1),
-    )
-    return masked(factor_bT, mask_bT), stats
+    ratio_bT = masked(ratio_bT, mask_bT)
+    return masked(factor_bT, mask_bT), {
+        "parity/ratio_mean": (ratio_bT.sum() / tokens.clamp(min=1), tokens),
+        "parity/ratio_max": (ratio_bT.max(), tokens.clamp(max=1)),
+        "parity/corrected_frac": ((cut_bT & mask_bT).sum() / tokens.clamp(min=1), tokens),
+    }

@@ -76,7 +76,7 @@ def micro_batch_loss(
     if grpo.sampler_correction != "none":
         correction_bT, correction = sampler_correction(old_logp_bT, batch.sampler_logp_bT, real_bT, grpo)
         correction_bT = correction_bT / batch.correction_mean
-        numbers |= correction.numbers()
+        numbers |= correction
 
     advantages_bT = batch.advantages_bT
     others: dict[str, Any] = {"ref_logp_bT": batch.ref_logp_bT, "entropy_bT": entropy_bT}

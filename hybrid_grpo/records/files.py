@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,23 +92,7 @@ def replace_folder(target: Path, draft: Path, old: Path) -> None:
     sync(target.absolute().parent)
 
 
-class FilesByStep(Mapping[int, Path]):
-    """The files of a folder by step, in ascending order. Paths are made on request: there may be very many files."""
-
-    def __init__(self, folder: Path, names: dict[int, str]) -> None:
-        self._folder, self._names = folder, {step: names[step] for step in sorted(names)}
-
-    def __getitem__(self, step: int) -> Path:
-        return self._folder / self._names[step]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def rollout_files(folder: Path, kind: str = "jsonl") -> FilesByStep:
+def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
     """Return the rollout files in a folder by step, in ascending order: texts (`kind` is `jsonl`) or tokens
     (`parquet`). Other files, such as copies, are left out."""
     expression = re.compile(rf"step_(\d{{1,15}})\.{kind}")
@@ -117,7 +101,7 @@ def rollout_files(folder: Path, kind: str = "jsonl") -> FilesByStep:
     except OSError:
         names = []
     matches = (expression.fullmatch(name) for name in sorted(names))
-    return FilesByStep(folder, {int(match[1]): match[0] for match in matches if match})
+    return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 
 def flattened(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -72,12 +72,8 @@ def _moments(timelines: list[Timeline], start: float, most: int) -> dict[str, An
         values = list(chain.from_iterable(getattr(timeline, name) for timeline in timelines))
         line[name] = [values[moment] for moment in kept]
     line["slots"] = max(timeline.slots for timeline in timelines)
-    line["pages_used_max"] = _short(max(timeline.pages_used_max for timeline in timelines))
+    line["pages_used_max"] = float(f"{max(timeline.pages_used_max for timeline in timelines):.4g}")
     return line
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def _time(seconds: float) -> float:

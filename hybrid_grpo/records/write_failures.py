@@ -29,19 +29,15 @@ def why(error: BaseException, folder: Path) -> str:
     link: BaseException | None = error
     while not folder.exists():
         folder = folder.parent
+    limits = os.statvfs(folder)  # some file systems have no limit, and report 0 of 0 inodes
     while link is not None:
-        if isinstance(link, OSError) and link.errno == errno.ENOSPC and _has_no_inodes(folder):
+        if isinstance(link, OSError) and link.errno == errno.ENOSPC and limits.f_files and not limits.f_favail:
             return "the file system has no inodes left for new files (df -i)"
         if isinstance(link, OSError) and link.strerror:
             return f"{Path(link.filename).name}: {link.strerror}" if link.filename else link.strerror
         link = link.__cause__ or link.__context__
     # A full disk can also cause messages such as "unexpected pos 768 vs 662".
     return _NO_SPACE if shutil.disk_usage(folder).free < 2**20 else " ".join(str(error).split())
-
-
-def _has_no_inodes(folder: Path) -> bool:
-    limits = os.statvfs(folder)
-    return limits.f_files > 0 and limits.f_favail == 0  # some file systems have no limit, and report 0 of 0
 
 
 def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Exception], ...] = _ERRORS) -> list[T]:

@@ -256,12 +256,14 @@ class Stream:
         row = prompt * self._num_generations + sample
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
+        has_failed = completion.episode is not None and completion.episode.failure is not None
         for reward in self._rewards.functions:
+            size = reward.interface.batch_size
+            # Functions that score whole groups are called even then, with None in place of the environment that failed.
+            if has_failed and ENVIRONMENTS in reward.interface.required and size != "group":
+                continue
             if reward.sources and not reward.applies(self._prompts[prompt]):
                 continue
-            if _lacks_environment(reward, completion):
-                continue
-            size = reward.interface.batch_size
             group, size = (prompt, self._num_generations) if size == "group" else (None, size)
             self._waiting[reward.name, group].append(row)
             if len(self._waiting[reward.name, group]) == size:
@@ -367,10 +369,3 @@ class Stream:
                     break
         reply.cancel()
         return failed(Failure("timeout", why), rows)
-
-
-def _lacks_environment(reward: Reward, completion: Completion) -> bool:
-    """Whether a function is skipped for a completion because it requires environments and this completion's has failed.
-    Functions that score whole groups are called even then, with None in place of that environment."""
-    failed = completion.episode is not None and completion.episode.failure is not None
-    return failed and ENVIRONMENTS in reward.interface.required and reward.interface.batch_size != "group"

@@ -118,7 +118,7 @@ class Feature:
         return None
 
     def load(self, policy: Policy) -> None:
-        """Load the feature's models. Collective."""
+        """Load the feature's models, once the policy (in `reward`: the scorer) is loaded. Collective."""
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
         """Return completions that replace some of those that the policy would sample, at most `rows_per_group` in each
@@ -252,11 +252,11 @@ def make_features(
 ) -> list[Feature]:
     """Return the features of a run, the user's own last. Raise UserError if a feature does not fit the run."""
     given_here = config.features if isinstance(config, TrainConfig) else []
-    own = [(f"features {function_text(feature)}", _own(feature)) for feature in given_here]
+    own = [import_object(given, f"features {given}") if isinstance(given, str) else given for given in given_here]
     classes = [feature.load() for feature in config.active_features]
     features: list[Feature] = [make(config, plan, inputs) for make in classes if make is not None]
-    for setting, make in own:
-        feature = make(config, plan, inputs)
+    for make, given in zip(own, given_here, strict=True):
+        setting, feature = f"features {function_text(given)}", make(config, plan, inputs)
         what = "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"
         refuse(not isinstance(feature, Feature), f"{setting} {what}")
         refuse(not feature.name, f"{setting} has no name: set `name` in its class")
@@ -266,15 +266,5 @@ def make_features(
     return features
 
 
-def load_features(features: Sequence[Feature], policy: Any) -> None:
-    """Load the models of features, once the policy (in `reward`: the scorer) is loaded. Collective."""
-    for feature in features:
-        feature.load(policy)
-
-
 _STATES = {"loader", "kl"}
 """Names of the core's own parts of a checkpoint."""
-
-
-def _own(feature: str | Callable[..., Any]) -> Callable[..., Any]:
-    return import_object(feature, f"features {feature}") if isinstance(feature, str) else feature

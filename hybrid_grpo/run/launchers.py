@@ -38,8 +38,7 @@ def adopt_rank() -> None:
     for name in (*_RANK, *_LOCAL_SIZES, "DS_ACCELERATOR"):
         if os.environ.get(name) == "":
             del os.environ[name]
-    _check_accelerator()
-    _check_numbers()
+    _check_values()
     named = [name for name in _RANK if name in os.environ]
     if "RANK" in named or "WORLD_SIZE" in named:
         missing = [name for name in _RANK if name not in named]
@@ -73,17 +72,13 @@ def adopt_rank() -> None:
         return
 
 
-def _check_accelerator() -> None:
-    """Refuse a name that DeepSpeed does not know, or a device that the rest of this package does not know."""
-    named = os.environ.get("DS_ACCELERATOR", "cpu")
+def _check_values() -> None:
+    """Refuse an unknown accelerator, and ranks, numbers of ranks and ports that are not valid numbers."""
+    accelerator = os.environ.get("DS_ACCELERATOR", "cpu")
     refuse(
-        named not in ("cpu", "cuda"),
-        f"DS_ACCELERATOR {named!r} in the environment must be cpu or cuda: set it to one of them, or unset it",
+        accelerator not in ("cpu", "cuda"),
+        f"DS_ACCELERATOR {accelerator!r} in the environment must be cpu or cuda: set it to one of them, or unset it",
     )
-
-
-def _check_numbers() -> None:
-    """Refuse ranks, numbers of ranks and ports that are not valid numbers."""
     world = os.environ.get("WORLD_SIZE", "1")
     last = int(world) - 1 if _WHOLE.fullmatch(world) else 0
     bounds = {"WORLD_SIZE": (1, _MOST_RANKS), "RANK": (0, last), "LOCAL_RANK": (0, last), "MASTER_PORT": (1, 65535)}

@@ -18,7 +18,7 @@ import yaml
 from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord, joined
 from hybrid_grpo.records.console_log import CONSOLE_FILE
-from hybrid_grpo.records.files import FilesByStep, rollout_files
+from hybrid_grpo.records.files import rollout_files
 from hybrid_grpo.records.json_lines import last_lines, parse_step
 from hybrid_grpo.records.lock import state_of
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
@@ -89,9 +89,10 @@ class WatchedRun:
         """Return the text of config.yaml, and its settings by section; none if it is missing or damaged."""
         return _read_config(self.folder / "config.yaml")
 
-    def rollouts(self) -> FilesByStep:
+    def rollouts(self) -> dict[int, Path]:
         """Return the files of saved completions by step, in ascending order."""
-        return self._of("rollouts", rollout_files)
+        files: dict[int, Path] = self._of("rollouts", rollout_files)
+        return files
 
     def axis(self, name: str) -> Column:
         """Return the position of each row of the table on one of `AXES`, [rows]."""

@@ -14,7 +14,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import configure, parse
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.data.completions import read_step
-from hybrid_grpo.data.loader import ListLoader, quotas
+from hybrid_grpo.data.loader import StepLoader, quotas
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
@@ -28,16 +28,16 @@ def mixture(*weights: float) -> list[dict]:
 
 def streams(
     sources: list[dict], step: int = 12, world: int = 1, minibatches: int = 1, seed: int = 0, shuffle: bool = True
-) -> list[ListLoader]:
+) -> list[StepLoader]:
     """The stream of every rank."""
     names = [name for source in sources for name in [source["name"]] * SIZES[source["name"]]]
     prompts = [Prompt(number, name, [1], {}, source=name) for number, name in enumerate(names)]
     config = TrainConfig(data=DataConfig(mixture=sources, shuffle=shuffle), run=RunConfig(seed=seed))
     plan = BatchPlan(world, step // world, 2, minibatches, 1)
-    return [ListLoader(prompts, config, plan, rank) for rank in range(world)]
+    return [StepLoader(prompts, config, plan, rank) for rank in range(world)]
 
 
-def steps(ranks: list[ListLoader], count: int, minibatches: int = 1) -> list[list[tuple[int, int]]]:
+def steps(ranks: list[StepLoader], count: int, minibatches: int = 1) -> list[list[tuple[int, int]]]:
     """Prompts of the next steps and their epochs, minibatch after minibatch, each from rank to rank."""
     found = []
     for _ in range(count):
@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_other_weights_and_sources_where_each_source_was():
         other.load_state_dict(state)
         places = other.state_dict()["mixture"]
         assert places == {name: state["mixture"][name] for name in places} and len(places) == len(sources)
-    without = ListLoader([Prompt(n, "p", [1], {}) for n in range(52)], TrainConfig(), BatchPlan(1, 12, 2, 1, 1), 0)
+    without = StepLoader([Prompt(n, "p", [1], {}) for n in range(52)], TrainConfig(), BatchPlan(1, 12, 2, 1, 1), 0)
     without.load_state_dict(state)
     assert without.position == saved.position == 36
     (one,) = streams(mixture(2, 1, 3))

@@ -9,9 +9,7 @@ import torch
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.grpo.advantages import (
-    GroupStats,
     group_advantages,
-    group_stats,
     informative,
     normalized_rewards,
     penalized_rewards,
@@ -203,7 +201,6 @@ def test_a_completion_without_a_reward_is_as_if_it_were_not_there(baseline, scal
 def test_groups_without_rewards_teach_nothing() -> None:
     reward_B = torch.tensor([NAN, 1.0, NAN, 1.0, 1.0, NAN, 0.0, 1.0, NAN, NAN, NAN, NAN], dtype=torch.float64)
     assert informative(reward_B, 3).tolist() == [False, False, True, False]
-    assert group_stats(reward_B, reward_B, 3, 1.0) == GroupStats(groups=4, zero_std=3, all_right=0, all_wrong=1)
 
 
 def test_groups_that_earned_one_sum_in_different_steps_teach_something() -> None:
@@ -211,15 +208,6 @@ def test_groups_that_earned_one_sum_in_different_steps_teach_something() -> None
     early, late = [(1, 1.0)], [(2, 1.0)]
     steps = [early, late, late, late, early, [], [], [(3, 2.0)]]
     assert informative(reward_B, 2, steps).tolist() == [True, False, False, True]
-    assert group_stats(reward_B, reward_B, 2, 1.0, steps).zero_std == 2
-
-
-def test_group_stats_counts_each_kind_once() -> None:
-    outcome = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, NAN, 0.2, NAN, 1.0])
-    reward = torch.tensor([1.5, 1.0, 0.3, 0.3, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0], dtype=torch.float64)
-    # groups: right (unequal), wrong (equal), mixed, wrong with one not applicable (equal), mixed (equal)
-    assert group_stats(reward, outcome, 2, 1.0) == GroupStats(groups=5, zero_std=3, all_right=1, all_wrong=2)
-    assert informative(reward, 2).tolist() == [True, False, True, False, False]
 
 
 def test_the_mean_penalty_for_length_is_that_of_what_the_policy_wrote():

@@ -237,7 +237,7 @@ def test_a_mean_ratio_at_the_bounds_of_the_correction_is_not_dropped():
     assert log_ratio_bT[:2].exp().flatten().tolist() == [2.0, 0.5]
     mask_bT, zero_bT = torch.ones(4, 1, dtype=torch.bool), torch.zeros(4, 1)
     grpo = GrpoConfig(sampler_correction="mask", sampler_ratio_max=2.0)
-    factor_bT, stats = sampler_correction(log_ratio_bT, zero_bT, mask_bT, grpo)
-    assert factor_bT.flatten().tolist() == [1.0, 1.0, 0.0, 0.0] and stats.fraction == 0.5
+    factor_bT, numbers = sampler_correction(log_ratio_bT, zero_bT, mask_bT, grpo)
+    assert factor_bT.flatten().tolist() == [1.0, 1.0, 0.0, 0.0] and numbers["parity/corrected_frac"][0] == 0.5
     _, alone = sampler_correction(log_ratio_bT[2:3], zero_bT[:1], mask_bT[:1], grpo)
-    assert alone.fraction == 1.0
+    assert alone["parity/corrected_frac"][0] == 1.0

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.data.loader import PromptLoader
-from hybrid_grpo.grpo.resampling import GroupSlots, resample
+from hybrid_grpo.grpo.resampling import candidates, resample
 from hybrid_grpo.records.metrics.meter import Meter
 
 
@@ -80,16 +80,10 @@ def test_no_prompt_is_drawn_twice():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_candidates_belong_to_slots_whoever_has_them(world):
-    taken = [True, False, True, False, False, True]
-    flags = torch.tensor([*map(int, taken), sum(taken)])
     share = 6 // world
     seen = {}
     for rank in range(world):
         mine = list(range(rank * share, (rank + 1) * share))
-        slots = GroupSlots(mine, 6, sum_over_ranks=lambda _: flags)
-        slots.close(torch.tensor([taken[slot] for slot in mine]), 0)
-        drawn, wanted, groups = slots.candidates()
-        assert drawn == 6 and slots.open == [1, 3, 4]
-        for number, group in zip(wanted, groups, strict=True):
+        for number, group in zip(*candidates([1, 3, 4], mine, 2), strict=True):
             seen[number] = mine[group]
     assert seen == {0: 1, 1: 3, 2: 4, 3: 1, 4: 3, 5: 4}

@@ -59,7 +59,7 @@ def read_pairs(
     require_column("data.completion_column", config.completion_column, rows, source)
     pairs = [
         Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt, config, tokenizer, ends))
-        for prompt in prompts_of(rows, source, config, tokenizer, album=album, shared=True)
+        for prompt in prompts_of(rows, source, config, tokenizer, album)
     ]
     shortest = min(len(pair.completion_ids) for pair in pairs)
     refuse(

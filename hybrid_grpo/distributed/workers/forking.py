@@ -95,9 +95,8 @@ def _fork(
     memory_bytes: int,
     kind: str,
 ) -> int:
-    with warnings.catch_warnings():
-        # Python warns about forking if a module has started threads.
-        warnings.simplefilter("ignore", DeprecationWarning)
+    # Python warns about forking if a module has started threads.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         pid = os.fork()
     if pid:
         with suppress(OSError):  # the worker has already done it

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -49,8 +49,10 @@ class ForkServer:
         self._scoring = scoring
         self._names = ", ".join(name for name, _ in entries)
         self.entries = [entry for _, entry in entries]
-        named = set(scoring.secrets).union(*(named_variables(entry.kwargs) for _, entry in entries))
-        self.hidden = hidden_variables(os.environ, named)
+        arguments = [argument for _, entry in entries for argument in entry.kwargs.items()]
+        # As in `token_env: MY_TOKEN`.
+        named = {value for name, value in arguments if name.endswith("_env") and isinstance(value, str)}
+        self.hidden = hidden_variables(os.environ, {*scoring.secrets, *named})
         self.workers: set[Worker] = set()
         self.interfaces = self._start()
 
@@ -315,8 +317,3 @@ class Worker:
 def hidden_variables(names: Iterable[str], named: set[str]) -> list[str]:
     """Return the environment variables that look like secrets by their names, without those in `named`."""
     return [name for name in names if name not in named and _VARIABLE.search(name)]
-
-
-def named_variables(kwargs: Mapping[str, Any]) -> set[str]:
-    """Return the environment variables that a function's arguments name, as in `token_env: MY_TOKEN`."""
-    return {value for name, value in kwargs.items() if name.endswith("_env") and isinstance(value, str)}

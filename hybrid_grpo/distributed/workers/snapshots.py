@@ -54,17 +54,13 @@ def restored(snapshot: Snapshot) -> Any:
     kind = pickle.loads(b64decode(state["class"]))
     missing: dict[str, str] = state["missing"]
     if missing:
-        getter = _missing_attributes(kind, missing)
-        kind = type(kind.__name__, (kind,), {"__getattr__": getter, "__module__": kind.__module__})
+
+        def refuse(_: Any, name: str) -> Any:
+            where = f" outside of its process: {missing[name]}" if missing.get(name) else ""
+            raise AttributeError(f"{kind.__name__} has no {name}{where}")
+
+        kind = type(kind.__name__, (kind,), {"__getattr__": refuse, "__module__": kind.__module__})
     instance = object.__new__(kind)
     for name, pickled in state["attributes"].items():
         instance.__dict__[name] = pickle.loads(b64decode(pickled))
     return instance
-
-
-def _missing_attributes(kind: type, missing: dict[str, str]) -> Any:
-    def __getattr__(self: Any, name: str) -> Any:
-        why = missing.get(name)
-        raise AttributeError(f"{kind.__name__} has no {name}" + (f" outside of its process: {why}" if why else ""))
-
-    return __getattr__

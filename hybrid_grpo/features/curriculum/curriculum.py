@@ -1,6 +1,6 @@
 """Draws prompts. The success rate of each prompt is kept over the run, and the order of prompts may follow the rates.
 
-With the default settings the rates have no effect: prompts are drawn as `ListLoader` draws them.
+With the default settings the rates have no effect: prompts are drawn as `StepLoader` draws them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import Numbers, Prompt
-from hybrid_grpo.data.loader import ListLoader, StepLoader, TrainingPrompts
+from hybrid_grpo.data.loader import StepLoader, TrainingPrompts
 from hybrid_grpo.distributed.ranks import all_reduce, rank
 from hybrid_grpo.features.curriculum.settings import CurriculumConfig
 
@@ -40,7 +40,7 @@ class RatedPrompts(TrainingPrompts):
         return Curriculum(self.prompts, config, plan, rank(), device)
 
 
-class Curriculum(ListLoader):
+class Curriculum(StepLoader):
     """Draws prompts, keeps their success rates and, if the settings say so, draws by these rates.
 
     The order and the rates are the same on every rank and for any number of ranks. Weighted draws are seeded by the
@@ -101,7 +101,7 @@ class Curriculum(ListLoader):
         return self._weight_N
 
     def numbers(self) -> Numbers:
-        """Return `ListLoader`'s metrics, the mean success rate, and the shares of prompts tried and left out now."""
+        """Return `StepLoader`'s metrics, the mean success rate, and the shares of prompts tried and left out now."""
         numbers: Numbers = {
             **super().numbers(),
             "curriculum/success_rate": (float(self.rates().mean()), 1),

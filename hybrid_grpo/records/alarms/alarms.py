@@ -166,8 +166,9 @@ class Alarms:
         """Take in only the metrics in a run's folder up to the step `done`, which rank 0 reads for all ranks. `note`
         says why the run was rolled back to that step, if it was; it is reported with the next step. Collective."""
         self._forget()
+        kept = {"step", *self._config.numbers}
         rows = [
-            {name: value for name, value in line.items() if name == "step" or self._needs(name, value)}
+            {name: v for name, v in line.items() if v is not None and (name in kept or self._symptoms.needs(name))}
             for line in (read_jsonl(folder / "metrics.jsonl") if rank() == 0 else ())
             if line["step"] <= done
         ]
@@ -191,9 +192,6 @@ class Alarms:
                 )
         if due:
             raise RollBack(f"alarm {due[0].message}", min(record.since for record in due))
-
-    def _needs(self, name: str, value: float | None) -> bool:
-        return value is not None and (name in self._config.numbers or self._symptoms.needs(name))
 
     def _signs(self, values: dict[str, float]) -> dict[str, Sign]:
         signs = {name: sign for name, sign in self._symptoms.signs(values).items() if name in self._limits}

@@ -3,7 +3,6 @@
 The functions return `Numbers`, which a `Meter` reduces.
 """
 
-import functools
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from torch import Tensor
 from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.distributed.ranks import world_size
-from hybrid_grpo.grpo.advantages import group_stats
+from hybrid_grpo.grpo.advantages import informative
+from hybrid_grpo.grpo.baselines import centered, differ
 from hybrid_grpo.model.flops import Cost, Floats
 from hybrid_grpo.model.routing import Replay
 from hybrid_grpo.model.sidecars import find
@@ -46,16 +46,20 @@ def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: f
     """Return the metrics of a rollout's rewards, groups and completions."""
     rows, group_size = len(rollout.completions), rollout.num_generations
     outcome_B = scores.right_B(outcome, rollout.prompts)
-    stats = group_stats(scores.reward_B, outcome_B, group_size, threshold, scores.steps)
+    # An outcome that is NaN, since its function does not apply or has failed, is wrong.
+    right_PG = (outcome_B >= threshold).view(-1, group_size)
+    of_groups = {
+        "zero_std": ~informative(scores.reward_B, group_size, scores.steps),
+        "all_right": right_PG.all(1),
+        "all_wrong": (~right_PG).all(1),
+    }
     tokens = [tuple(c.token_ids) for c in rollout.completions]
     groups = [tokens[i : i + group_size] for i in range(0, rows, group_size)]
     return {
         **measure_rewards(scores, group_size),
         **measure_sources(rollout, scores, outcome_B, threshold),
-        "group/count": (stats.groups, 1),
-        "group/zero_std_frac": (stats.zero_std / stats.groups, stats.groups),
-        "group/all_right_frac": (stats.all_right / stats.groups, stats.groups),
-        "group/all_wrong_frac": (stats.all_wrong / stats.groups, stats.groups),
+        "group/count": (len(right_PG), 1),
+        **{f"group/{what}_frac": (is_P.double().mean(), len(is_P)) for what, is_P in of_groups.items()},
         **measure_lengths("completion", rollout.completions),
         **measure_turns(rollout),
         "completion/length_max": (max(rollout.lengths), 1),
@@ -141,8 +145,7 @@ def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
         correlation_P = group_correlation(reward_PG, value_B.view(shape))
         numbers[f"health/reward_{name}_corr"] = correlation_P.nanmean(), int((~correlation_P.isnan()).sum())
     highest_P1 = reward_PG.nan_to_num(-math.inf).amax(1, keepdim=True)
-    lowest_P1 = reward_PG.nan_to_num(math.inf).amin(1, keepdim=True)
-    best_PG = (reward_PG == highest_P1) & (highest_P1 > lowest_P1)
+    best_PG = (reward_PG == highest_P1) & differ(reward_PG, ~reward_PG.isnan())[:, None]
     clipped_B = torch.tensor([completion.finish == "length" for completion in rollout.completions])
     clipped_N = clipped_B.view(shape)[best_PG].double()
     numbers["health/best_clipped_frac"] = clipped_N.mean(), len(clipped_N)
@@ -152,18 +155,8 @@ def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
 def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
     """Return the Pearson correlation of rewards with another number within each group, float64 [P]. Completions whose
     reward is NaN are left out; the result is NaN if all rewards or all numbers of a group are equal."""
-    applies_PG = ~reward_PG.isnan()
-    count_P1 = applies_PG.sum(1, keepdim=True).clamp(min=1)
-    centered, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
-    for number_PG in (reward_PG.double(), value_PG.double()):
-        highest_P = torch.where(applies_PG, number_PG, -torch.inf).amax(1)
-        lowest_P = torch.where(applies_PG, number_PG, torch.inf).amin(1)
-        varies_P &= highest_P > lowest_P
-        mean_P1 = torch.where(applies_PG, number_PG, 0.0).sum(1, keepdim=True) / count_P1
-        centered.append(torch.where(applies_PG, number_PG - mean_P1, 0.0))
-    one_PG, other_PG = centered
-    correlation_P = (one_PG * other_PG).sum(1) / (one_PG.square().sum(1) * other_PG.square().sum(1)).sqrt()
-    return torch.where(varies_P, correlation_P, torch.nan)
+    one_PG, other_PG = (centered(number_PG.double(), ~reward_PG.isnan()) for number_PG in (reward_PG, value_PG))
+    return (one_PG * other_PG).sum(1) / (one_PG.square().sum(1) * other_PG.square().sum(1)).sqrt()
 
 
 def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
@@ -179,13 +172,6 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
         **(routes.numbers() if routes else {}),
         "parity/logp_abs_diff_mean": (gap_bT.sum() / tokens, tokens),
         "parity/logp_abs_diff_max": (gap_bT.max(), 1),
-    }
-
-
-def measure_gradients(batch: TrainBatch) -> Numbers:
-    """Return whether the tokens of a micro-batch were left out of the backward pass."""
-    return {
-        "policy/no_gradient_frac": (float(not batch.has_gradient), len(batch.micro.target_N) if batch.micro.rows else 0)
     }
 
 
@@ -294,6 +280,5 @@ def group_flops(rollout: Rollout, cost: Cost) -> tuple[float, Floats, Floats]:
     return float(prefill.sum() + decode.sum()), once_P, trained_P
 
 
-@functools.cache
 def _peak(device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -32,16 +32,12 @@ def unlink_leftovers() -> None:
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > seconds:
                     found.append(path)
-    used = _mapped() if found else ""
+    maps = []
+    for entry in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with suppress(OSError):
+            maps.append(entry.read_text(errors="replace"))
+    used = "".join(maps)
     for path in found:
         if f"{path}\n" not in used:
             with suppress(OSError):
                 path.unlink()
-
-
-def _mapped() -> str:
-    maps = []
-    for entry in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            maps.append(entry.read_text(errors="replace"))
-    return "".join(maps)

@@ -143,10 +143,10 @@ def test_sequences_at_once_are_those_that_the_rest_of_the_memory_holds():
 
 
 def test_every_gpu_of_the_table_can_be_named():
-    for name, (gigabytes, _, _) in GPUS.items():
+    for name, (gigabytes, *_) in GPUS.items():
         assert PlanOptionsConfig(gpu=name).gpu == name
         assert of_table(name).device_bytes == gigabytes * 10**9
-    assert {gigabytes for gigabytes, _, _ in GPUS.values()} >= {24, 40, 80, 141}
+    assert {gigabytes for gigabytes, *_ in GPUS.values()} >= {24, 40, 80, 141}
 
 
 def test_offloaded_states_and_the_reference_are_in_host_memory():
