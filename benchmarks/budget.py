@@ -48,7 +48,7 @@ from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Sampling, paged_attention
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.model import attention, view
+from hybrid_grpo.model import attention, gathered_weights
 from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build, gpu
 from hybrid_grpo.model.kernels.gpu import launcher
@@ -169,10 +169,10 @@ def switched(model: Any) -> tuple[Any, int]:
         parameter.ds_numel, parameter.ds_shape = parameter.numel(), parameter.shape
         parameter.ds_tensor = torch.empty(-(-parameter.numel() // RANKS), dtype=parameter.dtype)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-    view.world_size = lambda: RANKS
+    gathered_weights.world_size = lambda: RANKS
     torch.distributed.all_gather_into_tensor = lambda out, shard: gathers.append(out)
-    whole = view.meta_copy(model, ATTENTION).eval()
-    made = view.View(model, whole, True, torch.device("cpu"), neighbors=True)
+    whole = gathered_weights.meta_copy(model, ATTENTION).eval()
+    made = gathered_weights.View(model, whole, True, torch.device("cpu"), neighbors=True)
     with counted() as count:
         made.gather()
     return whole, len(gathers) + count.kernels.total()
