@@ -277,8 +277,7 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
     ]
     for row, ids in enumerate(kept if filtered else ()):
         completions[row] = replace(completions[row], sidecars=(SamplingMask.of(list(map(np.array, ids))),))
-    generator = torch.Generator().manual_seed(4)
-    advantages = [torch.rand(len(ids), generator=generator) for ids in sampled]
+    advantages = [torch.tensor([rng.random() for _ in ids]) for ids in sampled]
     model = build(tiny_config(architecture), "eager" if share is None else ATTENTION)
     plain = build(tiny_config(architecture), "eager")
     expected = torch.zeros(())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid_grpo.model import gathered_weights
+from hybrid_grpo.model import gathered_weights as view
 
 
 def sharded(monkeypatch, parameters, whole, world):
@@ -18,7 +18,7 @@ def sharded(monkeypatch, parameters, whole, world):
         parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = padded[:size], value.numel(), value.shape
         parameter.ds_status = SimpleNamespace(name="NOT_AVAILABLE")
         of_shard[parameter.ds_tensor.data_ptr()] = padded
-    monkeypatch.setattr(gathered_weights, "world_size", lambda: world)
+    monkeypatch.setattr(view, "world_size", lambda: world)
     monkeypatch.setattr(
         torch.distributed, "all_gather_into_tensor", lambda out, shard: out.copy_(of_shard[shard.data_ptr()])
     )
@@ -32,7 +32,7 @@ def test_gathered_weights_begin_where_kernels_load_them_fastest(monkeypatch, wor
     whole = [torch.randn(shape).to(torch.bfloat16) for shape in shapes]
     sharded(monkeypatch, source, whole, world)
     module = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
-    made = gathered_weights.View(source, module, True, torch.device("cpu"))
+    made = view.View(source, module, True, torch.device("cpu"))
     made.gather()
     first = module[0].data_ptr()
     for parameter, value in zip(module, whole, strict=True):
@@ -52,18 +52,16 @@ def test_weights_on_the_same_input_are_neighbors(monkeypatch, world):
     whole = [parameter.detach().clone() for parameter in source.parameters()]
     if world > 1:
         sharded(monkeypatch, source.parameters(), whole, world)
-    made = gathered_weights.View(source, module, world > 1, torch.device("cpu"), neighbors=True, keep=True)
+    made = view.View(source, module, world > 1, torch.device("cpu"), neighbors=True, keep=True)
     for _ in range(2):
         made.gather()
         for parameter, value in zip(module.parameters(), whole, strict=True):
             assert torch.equal(parameter, value)
         attention = [module[name].weight for name in ("q_proj", "k_proj", "v_proj")]
-        assert torch.equal(gathered_weights.joined(attention), torch.cat(attention))
+        assert torch.equal(view.joined(attention), torch.cat(attention))
         # Biases are no multiple of 128 bytes; gate and up are half of all weights, too much for a copy.
-        assert (gathered_weights.joined([module[name].weight for name in ("gate_proj", "up_proj")]) is None) == (
-            world == 1
-        )
-        assert gathered_weights.joined([module.o_proj.weight, module.q_proj.weight]) is None
+        assert (view.joined([module[name].weight for name in ("gate_proj", "up_proj")]) is None) == (world == 1)
+        assert view.joined([module.o_proj.weight, module.q_proj.weight]) is None
         made.release()
 
 
@@ -76,7 +74,7 @@ def test_weights_that_the_engine_keeps_gathered_are_used_where_they_are(monkeypa
     source.weight.data = whole.clone()
     sharded(monkeypatch, source.parameters(), [whole], 2)
     source.weight.ds_status.name = "AVAILABLE"
-    made = gathered_weights.View(source, module, True, torch.device("cpu"), keep=keep)
+    made = view.View(source, module, True, torch.device("cpu"), keep=keep)
     made.gather()
     assert torch.equal(module.weight, whole)
     assert (module.weight.data_ptr() == source.weight.data_ptr()) is not keep

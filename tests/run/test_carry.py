@@ -160,16 +160,9 @@ def test_groups_are_carried_as_the_definition_says_on_any_ranks_and_after_a_resu
         for step in numbers:
             told = Counter()
             drawn = carry.begin(loader.next_prompts(2), loader, step)
-            sampled, _ = Streams().rollout(
-                drawn,
-                rollout,
-                (),
-                seed=SEED,
-                step=step,
-                on_finish=carry.by_group(lambda i, k, _: told.update([i] * (1 + k))),  # noqa: B023
-                resumed_from=carry.resumed_from,
-                should_stop=carry.should_stop,
-            )
+            heard = carry.by_group(lambda i, k, _: told.update([i] * (1 + k)))  # noqa: B023
+            given = {"resumed_from": carry.resumed_from, "should_stop": carry.should_stop, "on_finish": heard}
+            sampled, _ = Streams().rollout(drawn, rollout, (), seed=SEED, step=step, **given)
             sampled = carry.end(sampled)
             assert set(carry.learned) <= told.keys() and set(told.values()) == {1 + 2}, "whole groups, each once"
             rewards = [float(sum(c.token_ids)) for c in sampled.groups(carry.learned).completions]

@@ -90,13 +90,13 @@ class SharedStatus:
             self.mine.cause, self.mine.asked = cause, time.monotonic()
 
     def is_first_to_say(self, error: str, patience_s: float) -> bool:
-        """Return whether this rank should print an error: no other rank of this machine has printed the same. A later
-        rank waits longer for the earlier ones, unless a different error has been printed."""
+        """Return whether this rank should print an error: no other rank of this machine, which then stays `patience_s`,
+        has printed the same. A later rank waits longer for the earlier ones, unless a different error was printed."""
         self.mine.tick = time.monotonic()
         checksum, deadline = zlib.crc32(error.encode()) or 1, self.mine.tick + patience_s * self.rank / (self.rank + 1)
         while True:
             others = (entry for rank, entry in enumerate(self.entries) if rank != self.rank)
-            said = {entry.said for entry in others if entry.tick > self.mine.started}
+            said = {entry.said for entry in others if entry.tick > self.mine.started - patience_s}
             if checksum in said:
                 return False
             if any(said) or time.monotonic() >= deadline:

@@ -27,6 +27,10 @@ def test_an_error_of_several_ranks_is_printed_by_one_and_an_error_of_rank_1_by_r
     second.mine.said = 0
     assert first.is_first_to_say("everybody's", patience_s=60) and not second.is_first_to_say("everybody's", 60)
     assert second.is_first_to_say("rank 1's own", patience_s=60), "at once, before the launcher ends it"
+    first.mine.tick, second.mine.started = 10.0, 12.0
+    assert not second.is_first_to_say("everybody's", 3), "started late, on a busy machine"
+    second.mine.started = 14.0
+    assert second.is_first_to_say("everybody's", 3), "the other was of an earlier run"
 
 
 @pytest.mark.parametrize("depth", [0, 20])
