@@ -5,7 +5,7 @@ const SVG = "http://www.w3.org/2000/svg",
 function node(tag, attributes, ...children) {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) {
-    // Colours are variables of the page, which only a style may name.
+    // Colors are variables of the page, which only a style may name.
     if (name === "fill") element.style.fill = value;
     else element.setAttribute(name, value);
   }

@@ -7,7 +7,7 @@ import { facts } from "./tip.js";
 const label = part => part.replaceAll("_", " ");
 
 export class Layers {
-  // open(first, last) shows steps; color(name): the colour of a part.
+  // open(first, last) shows steps; color(name): the color of a part.
   constructor({ title, unit, color }, open) {
     Object.assign(this, { open, color });
     this.frame = new Frame({ title, unit, tall: 170, hint: "The arrow keys read steps, enter opens them." });

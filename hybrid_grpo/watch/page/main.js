@@ -146,7 +146,7 @@ async function poll() {
 }
 
 const THEMES = ["", "light", "dark"],
-  THEME_NAMES = { "": "System colours", light: "Light", dark: "Dark" };
+  THEME_NAMES = { "": "System colors", light: "Light", dark: "Dark" };
 function showTheme() {
   byId("theme").textContent = THEME_NAMES[document.documentElement.dataset.theme ?? ""];
 }

@@ -8,7 +8,7 @@ import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 190,
   TALL = 380,
-  // The legend has the values of so many runs; the colours of more are in the list of runs.
+  // The legend has the values of so many runs; the colors of more are in the list of runs.
   MOST_IN_LEGEND = 4;
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 // The plot under the pointer; without one, that with the keyboard's focus says its values.
@@ -41,7 +41,7 @@ export class Plot {
     this.u = null;
     this.key = "";
     this.lines = [];
-    // Around a curve: its colour, and the upper and the lower edge.
+    // Around a curve: its color, and the upper and the lower edge.
     this.bands = [];
     this.area = el("div", { class: "plot" });
     this.legend = el("div", { class: "legend" });
@@ -286,7 +286,7 @@ export class Plot {
       high = high < 1.05 * this.chart.top ? this.chart.top : high;
     }
     if (low === high) [low, high] = low > 0 ? [0, 2 * high] : low < 0 ? [low - 1, high + 1] : [0, 1];
-    // Both ends are whole multiples of a round number, and are labelled.
+    // Both ends are whole multiples of a round number, and are labeled.
     const unit = (this.unit = WHOLE_OR_LESS.find(each => each >= (high - low) / 5) ?? high - low),
       upper = high === this.chart.top ? high : unit * Math.ceil(high / unit - 1e-9);
     return [unit * Math.floor(low / unit + 1e-9), upper];
@@ -440,7 +440,7 @@ const rounds = (from, to) =>
 const WHOLE = rounds(0, 13),
   WHOLE_OR_LESS = rounds(-12, 13);
 
-// The labelled places of an axis: both ends, and what is not too close to them.
+// The labeled places of an axis: both ends, and what is not too close to them.
 function withEnds(u, axis, low, high, unit) {
   const first = Math.ceil(low / unit),
     count = Math.floor(high / unit) - first + 1,

@@ -77,7 +77,7 @@ export function archive({ folder }) {
   rememberChoice("archived", JSON.stringify([...archived]));
 }
 
-// One run: a colour for each curve. Several: a colour for each run or group, and dashes for its curves.
+// One run: a color for each curve. Several: a color for each run or group, and dashes for its curves.
 export const COLORS = 8;
 export const DASHES = [[], [6, 4], [2, 3], [10, 4, 2, 4]];
 export const runColor = run =>
@@ -89,7 +89,7 @@ export const look = (run, curve) =>
     ? { color: runColor(run), dash: DASHES[curve % DASHES.length] }
     : { color: `--c${curve % COLORS}`, dash: curve < COLORS ? [] : DASHES[1] };
 
-// Parts of a step's time: a part has one colour wherever it is shown.
+// Parts of a step's time: a part has one color wherever it is shown.
 const PARTS = {
   generate: 0, train: 1, reward_wait: 2, reference: 3, switch: 4, gather: 4, other: 5, wait: 5, release: 6, eval: 7,
 }; // prettier-ignore

@@ -1,4 +1,4 @@
-// Before anything is drawn: the colours that were chosen, or those of the system.
+// Before anything is drawn: the colors that were chosen, or those of the system.
 "use strict";
 // A page in a frame of another one, as wandb shows a report, may have no storage.
 function recallChoice(name) {

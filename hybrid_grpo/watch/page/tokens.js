@@ -1,4 +1,4 @@
-// The tokens of a completion as text, each coloured by a number that was recorded about it.
+// The tokens of a completion as text, each colored by a number that was recorded about it.
 import { el } from "./dom.js";
 import { facts, hideTip, showTip } from "./tip.js";
 
@@ -6,7 +6,7 @@ const SURPRISING = 5;
 const largest = (values, least = 0) => Math.max(least, ...values.map(value => Math.abs(value ?? 0)));
 const digits = value => (value === null || value === undefined ? "none" : String(+value.toPrecision(6)));
 
-// Scales: `share` is from -1 to 1, 0 without a colour; `ends` say what the ends of the colours are.
+// Scales: `share` is from -1 to 1, 0 without a color; `ends` say what the ends of the colors are.
 const rising = values => {
   const top = largest(values) || 1;
   return { share: value => value / top, ends: ["0", digits(top)] };
@@ -154,7 +154,7 @@ export function xray(record) {
   return el(
     "div",
     { class: "xray" },
-    el("div", { class: "tools" }, el("label", {}, "Colour by ", select), legend),
+    el("div", { class: "tools" }, el("label", {}, "Color by ", select), legend),
     meaning,
     text,
   );
