@@ -140,7 +140,7 @@ def lists(found: dict[str, Any]) -> str:
         f"Of {named['types']} types in transformers {found['machine']['transformers']}, all causal language models and"
         f" {len(TOWERED)} that also take pictures, {named['accepted']} are accepted, and {named['proven']} of these are"
         f" proven: {accepted}.",
-        "Of the following types, text is trained, and the [tower for pictures](vision.md) if asked for:"
+        "Of the following types, text is trained; their [tower for pictures](vision.md) is frozen:"
         f" {', '.join(TOWERED)}.",
         f"The paged decoder refuses {named['refused']}. Of these, `rollout.decoder: transformers` takes the following,"
         f" and {named['fallback_proven']} are proven in the same way:",

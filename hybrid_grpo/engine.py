@@ -257,14 +257,10 @@ class Engine:
         assert not self._generating, "the training forward is closed while the policy generates"
         return self.engine(*args, **kwargs)
 
-    def backward(self, loss: Tensor, apart: bool = False) -> None:
-        """Add the gradient of `loss`, which is this rank's part of a sum over all ranks. A loss `apart` is the only one
-        since the last step that depends on its weights, and made of gradients that have been through this already."""
-        if apart and self.stage == 3:
-            # DeepSpeed would add to the gradients of the last step, which it overwrites in a step's first backward.
-            self.engine.optimizer.micro_step_id = 0
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`, which is this rank's part of a sum over all ranks."""
         # The factor undoes the engine's averaging over ranks.
-        self.engine.backward(loss if apart else loss * world_size(), scale_wrt_gas=False)
+        self.engine.backward(loss * world_size(), scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepResult:
         """Update the weights with the gradients of all `backward` calls since the last step, at learning rate `lr`."""

@@ -17,7 +17,7 @@ from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
-from hybrid_grpo.data.pictures import ImageStore, sight_of, trained_sight_of
+from hybrid_grpo.data.pictures import ImageStore, sight_of
 from hybrid_grpo.distributed.movement import Movement, UnchangedTensors
 from hybrid_grpo.distributed.ranks import all_reduce, rank
 from hybrid_grpo.engine import StepResult
@@ -50,7 +50,6 @@ from hybrid_grpo.model.routing import described, replays
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import lacks_towers
-from hybrid_grpo.model.trained_sight import SeeingModel, TrainedVisionEncoder
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
 
@@ -81,12 +80,10 @@ class TrainedModel:
         lr_scale: a factor on the schedule's learning rate, which the guard lowers after a rollback.
         cost: the cost of one token; see `Cost`.
         frozen: tensors that do not move, if the latest optimizer step was one of those after which this is checked.
-        tower: the tower for pictures, if it is trained.
     """
 
     lr_scale = 1.0
     frozen: UnchangedTensors | None = None
-    tower: TrainedVisionEncoder | None = None
 
     def __init__(
         self,
@@ -109,7 +106,7 @@ class TrainedModel:
         self.packs = attention == ATTENTION
         with engines.sharded_loading(self.deepspeed_config):
             model = load(attention)
-        self._original = Original(model, base_of(policy.model), self.tower) if lacks_towers(model) else None
+        self._original = Original(model, base_of(policy.model)) if lacks_towers(model) else None
         view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
         if self.adapters and is_adapter(policy.model):
@@ -128,11 +125,8 @@ class TrainedModel:
         """Take one optimizer step. If the gradients are not finite, all ranks skip it and count it as skipped."""
         with record_function("stage/optimizer"):
             self.movement.begin()
-            if self.tower is not None:
-                self.engine.backward(self.engine(self.tower.gradients()), apart=True)
             result = self.engine.step(self.lr)
             self.frozen = self.movement.end(self.lr) if result.applied and result.grad_norm else None
-            self.sync_dependents()
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
         return result
@@ -154,13 +148,6 @@ class TrainedModel:
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.movement.restart()
-        self.sync_dependents()
-
-    def sync_dependents(self) -> None:
-        """Let everything outside the engine that holds weights take over those in it. To be called after they changed
-        in any other way than by `step` and `load_state_dict`. Collective."""
-        if self.tower is not None:
-            self.tower.follow(self.engine.whole(list(self.tower.weights.parameters())))
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is
@@ -173,7 +160,7 @@ class TrainedModel:
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)
             if rank() == 0:
-                self.adapters.save(folder / "adapter", whole, self.tower.adapters if self.tower else None)
+                self.adapters.save(folder / "adapter", whole)
 
     def exported_config(self) -> Any:
         """The model's configuration as it was loaded, dropout included."""
@@ -212,21 +199,15 @@ class Policy(TrainedModel):
     ) -> None:
         self.workspace, self.turns, self.journal, self.drafter = workspace, turns, journal, Drafter()
         self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
-        wrap: Callable[[Any], LogprobModel] = functools.partial(LogprobModel, vocabulary=self.vocabulary)
-        if policy.vision == "trained":
-            self.tower = trained_sight_of(album, policy, lora, seed)
-            wrap = functools.partial(SeeingModel, vocabulary=self.vocabulary, tower=self.tower.weights)
         super().__init__(
             policy, engine, tokenizer, total_steps, lora, seed,
             load=functools.partial(load_model, _without_adapter(policy, lora)),
-            wrap=wrap,
+            wrap=functools.partial(LogprobModel, vocabulary=self.vocabulary),
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
         )  # fmt: skip
         self._album = album
-        sight = self.tower or sight_of(album, policy, self.engine.device)
-        if self.tower is not None:
-            self.tower.to(self.engine.device)
+        sight = sight_of(album, policy, self.engine.device)
         model = self.engine.engine.module.model
         self.reading = Reading(sight, replays(model, policy, paged=self.packs and decoder == "paged"))
         self.experts = described(model, self.reading.replays)

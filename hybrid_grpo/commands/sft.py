@@ -31,7 +31,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.commands.stages.pairs import read_pairs
     from hybrid_grpo.commands.stages.sft import SftTrainer
     from hybrid_grpo.commands.verification import verified
-    from hybrid_grpo.data.pictures import ImageStore, check_vision
+    from hybrid_grpo.data.pictures import ImageStore
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, stop_ids
     from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact
@@ -48,12 +48,11 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     engine.check_config(config.policy, config.engine)
     model_config = load_config(config.policy.model)
     album = ImageStore.of(config.policy.model, model_config)
-    check_lora(config.lora, model_config, tower=config.policy.vision == "trained" and album is not None)
+    check_lora(config.lora, model_config)
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
     ends = stop_ids(config.policy.model, tokenizer, [], model_config)
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens, album, ends=ends)
-    check_vision(config.policy, album)
     refuse(
         config.sft.batch_size > len(pairs),
         f"sft.batch_size {config.sft.batch_size} is more than the {len(pairs)} rows: lower it, or give more rows",

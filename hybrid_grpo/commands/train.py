@@ -20,7 +20,6 @@ from hybrid_grpo.records.json_lines import read_jsonl
 if TYPE_CHECKING:
     import torch
 
-    from hybrid_grpo.data.pictures import ImageStore
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import Feature
     from hybrid_grpo.run.inputs import RunInputs
@@ -146,21 +145,21 @@ def make_trainer(
         turns=inputs.partners,
         journal=services.journal,
     )
-    reference = make_reference(config, policy, inputs.sampler.album)
+    reference = make_reference(config, policy)
     for feature in features:
         feature.load(policy)
     return Trainer(config, plan, policy, reference, inputs, device, features, services)
 
 
-def make_reference(config: TrainConfig, policy: Policy, album: ImageStore | None) -> Reference | None:
+def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
     """Return the starting weights, to which the KL term keeps the policy close; None if beta is 0. Collective."""
     from hybrid_grpo.run.reference import Reference, UnadaptedReference
 
     if not config.grpo.has_reference:
         return None
     if policy.adapters and not is_adapter(config.policy.model):
-        return UnadaptedReference(policy, policy.adapters, album)
-    return Reference(config.policy, config.engine, album, policy.vocabulary)
+        return UnadaptedReference(policy, policy.adapters)
+    return Reference(config.policy, config.engine, policy.vocabulary)
 
 
 def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None = None) -> str:

@@ -137,10 +137,6 @@ def check_reward(config: RewardStageConfig, world_size: int) -> None:
     """Raise UserError if a reward model run cannot work on this machine with this number of ranks."""
     _check_features(config, world_size)
     _check_training(config, world_size)
-    refuse(
-        config.policy.vision == "trained",
-        "policy.vision trained: a reward model is trained on texts alone: remove it",
-    )
     refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 
 

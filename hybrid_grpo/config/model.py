@@ -63,8 +63,6 @@ class PolicyConfig:
     """Also read weights that are pickled (pytorch_model.bin), without running code from them. If a model has both, its
     safetensors are read."""
 
-    vision: Literal["frozen", "trained"] = "frozen"
-    """Whether the tower that reads pictures is trained with the text model; with LoRA, adapters of its layers are."""
     picture_cache_gb: Positive = 2.0
     """GiB of host memory of a rank for what the tower made of pictures, which is kept from sampling to training and
     from step to step."""

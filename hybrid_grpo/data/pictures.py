@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
+from hybrid_grpo.config import DataConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.chat_text import unmarked
 from hybrid_grpo.data.completion import Message
@@ -21,7 +21,6 @@ from hybrid_grpo.data.picture import Picture, read_picture
 from hybrid_grpo.model.processors import load_processor, load_tower
 from hybrid_grpo.model.sight import VisionEncoder, image_token
 from hybrid_grpo.model.towers import has_tower
-from hybrid_grpo.model.trained_sight import TrainedVisionEncoder
 from hybrid_grpo.model.visual_tokens import visual_tokens
 
 if TYPE_CHECKING:
@@ -259,26 +258,5 @@ def sight_of(
     """Return what sees the pictures of an album, and load the model's tower for it; None if there are none."""
     if album is None or album.empty:
         return None
-    return VisionEncoder(load_tower(policy, setting), album.pixels, device, _cache_bytes(policy))
-
-
-def check_vision(policy: PolicyConfig, album: ImageStore | None) -> None:
-    """Raise UserError if a tower is to be trained, and prompts, which have been read, have no pictures."""
-    refuse(
-        policy.vision == "trained" and (album is None or album.empty),
-        "policy.vision trained, and no prompt has a picture that policy.model sees: remove it",
-    )
-
-
-def trained_sight_of(
-    album: ImageStore | None, policy: PolicyConfig, lora: LoraConfig | None, seed: int
-) -> TrainedVisionEncoder:
-    """Return what sees the pictures of an album and is trained. Raises UserError without one."""
-    check_vision(policy, album)
-    assert album is not None
-    tower, cache_bytes = load_tower(policy), _cache_bytes(policy)
-    return TrainedVisionEncoder(tower, album.pixels, cache_bytes, album.blank, lora, seed)
-
-
-def _cache_bytes(policy: PolicyConfig) -> int:
-    return int(policy.picture_cache_gb * 2**30)
+    cache_bytes = int(policy.picture_cache_gb * 2**30)
+    return VisionEncoder(load_tower(policy, setting), album.pixels, device, cache_bytes)

@@ -128,8 +128,6 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
     config = load_config(policy.model)
     if has_tower(config):
         kept = "from the starting model, which must stay where it is"
-        if policy.vision == "trained":
-            return {"tower": f"the model's tower for pictures is trained; an export copies what is not {kept}"}
         return {"tower": f"the model's tower for pictures is not trained: an export copies it {kept}"}
     if not _is_mxfp4(config):
         return {}

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.model.adapter_files import matrices
-from hybrid_grpo.model.towers import lacks_towers, loader, tower_class
+from hybrid_grpo.model.towers import lacks_towers, loader
 
 _NAME = "default"
 """peft's name for the only adapter of a model."""
@@ -59,7 +59,7 @@ class Adapter:
 
 class Adapters:
     """Injects adapters into a transformers model, sharded or not, and freezes everything else except the head of a
-    sequence classifier, which is new. The model may be a tower alone (`towers.tower_class`).
+    sequence classifier, which is new.
 
     `seed` initializes the matrices A equally on every rank. Raises UserError if a layer that `lora` names does not
     exist or cannot have an adapter.
@@ -139,17 +139,12 @@ class Adapters:
             for adapter in self.by_layer.values():
                 adapter.layer.scaling[_NAME] = adapter.scale
 
-    def save(self, folder: Path, whole: Mapping[nn.Parameter, Tensor], tower: Adapters | None = None) -> None:
-        """Write a folder for `PeftModel.from_pretrained`; `whole` maps each of `parameters` to its unsharded weight.
-        `tower` has the adapters of the model's tower, which are whole."""
+    def save(self, folder: Path, whole: Mapping[nn.Parameter, Tensor]) -> None:
+        """Write a folder for `PeftModel.from_pretrained`; `whole` maps each of `parameters` to its unsharded weight."""
         folder.mkdir(parents=True, exist_ok=True)
-        by_layer, whole = dict(self.by_layer), dict(whole)
-        if tower is not None:
-            by_layer |= tower.by_layer
-            whole |= {parameter: parameter.data for parameter in tower.parameters}
         state = {
             f"base_model.model.{path}.{name}.weight": whole[parameter].detach().to("cpu", copy=True)
-            for path, adapter in by_layer.items()
+            for path, adapter in self.by_layer.items()
             for name, parameter in (("lora_A", adapter.down), ("lora_B", adapter.up))
         }
         for path, parameter in self._head.items():
@@ -160,18 +155,15 @@ class Adapters:
         config.modules_to_save = list(self._head) or None
         if self._beside_towers:
             # The layers of towers may have the same names.
-            config.target_modules = set(by_layer)
+            config.target_modules = set(self.by_layer)
         config.save_pretrained(str(folder))
 
 
-def check_lora(lora: LoraConfig, config: Any, tower: bool = False) -> None:
-    """Raise the errors that `Adapters` would raise, from a model's configuration alone, before its weights are read.
-    The `tower` gets adapters too."""
+def check_lora(lora: LoraConfig, config: Any) -> None:
+    """Raise the errors that `Adapters` would raise, from a model's configuration alone, before its weights are read."""
     if lora.rank:
         with torch.device("meta"):
             Adapters(loader(config).from_config(config), lora, seed=0)
-            if tower:
-                Adapters(tower_class(config)(copy.deepcopy(config)), lora, seed=0)
 
 
 def _targets(model: Any, lora: LoraConfig) -> list[str]:
@@ -181,15 +173,6 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
     if lora.target_modules == "all-linear":
         return linear
     known = sorted({path.rpartition(".")[2] for path in linear})
-    if head is None:
-        # A tower, whose layers may have other names than those of the text model.
-        chosen = [target for target in lora.target_modules if any(f".{path}".endswith(f".{target}") for path in linear)]
-        refuse(
-            not chosen,
-            "policy.vision trained, and lora.target_modules names no layer of the tower: set it to all-linear, or add"
-            f" some of {', '.join(known)}",
-        )
-        return chosen
     for target in lora.target_modules:
         found = [path for path in layers if f".{path}".endswith(f".{target}")]
         if any(layers[path] is head for path in found):

@@ -16,7 +16,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model.files import SAFE, shapes_in_files, weight_files
 from hybrid_grpo.model.towers import outside_deepspeed
-from hybrid_grpo.model.trained_sight import TrainedVisionEncoder
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """How files end that hold weights, or say where weights are. Copies in other formats would not be the trained ones."""
@@ -25,14 +24,12 @@ _COPIED = ("*", "additional_chat_templates/*")
 
 
 class Original:
-    """The checkpoint of `model`, which `loader` made, in the folder or hub repository `name`. A trained `tower` is
-    written too.
+    """The checkpoint of `model`, which `loader` made, in the folder or hub repository `name`.
 
     Raises UserError if a trained weight could not be written back under the name that it has there.
     """
 
-    def __init__(self, model: Any, name: str, tower: TrainedVisionEncoder | None = None) -> None:
-        self._tower = tower
+    def __init__(self, model: Any, name: str) -> None:
         self._start = f"policy.model {name}"
         self._folder = _folder(name, self._start)
         files = self._files()
@@ -73,8 +70,7 @@ class Original:
 
     def _reverted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the trained weights under their names in the files, given those of the text model."""
-        tower = {} if self._tower is None else revert_weight_conversion(self._tower.tower, self._tower.state())
-        return {**revert_weight_conversion(self._like, state), **tower}
+        return dict(revert_weight_conversion(self._like, state))
 
     def _files(self) -> list[Path]:
         refuse(

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_grpo.model.blend import averages_in, blend
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import key_of, keys_of
 
@@ -47,7 +46,7 @@ class _Extent:
 
 
 class VisionEncoder:
-    """The tower of a policy, frozen, with what it made of pictures. (`TrainedVisionEncoder` is not.)
+    """The tower of a policy, frozen, with what it made of pictures.
 
     Every picture goes through the tower by itself, so that its embeddings do not depend on others. They are kept in
     host memory, the latest up to `cache_bytes`, for the next sampling and for training.
@@ -64,11 +63,10 @@ class VisionEncoder:
 
     def __init__(self, tower: Any, pixels: Pixels, device: torch.device, cache_bytes: int) -> None:
         self.tower, self.device, self.runs = tower.eval().requires_grad_(False).to(device), device, 0
-        self._pixels, self._room, self._cache_bytes = pixels, cache_bytes, cache_bytes
+        self._pixels, self._room = pixels, cache_bytes
         self._looks: OrderedDict[int, ImageEmbedding] = OrderedDict()
         self._extents: dict[int, _Extent] = {}
         self._by_grid: dict[tuple[int, ...], _Extent] = {}
-        self._averages: dict[str, Tensor] = {}
         self._base = tower.base_model
         self.axes = 3 if hasattr(self._base, "get_rope_index") else 1
         config = tower.config
@@ -83,7 +81,7 @@ class VisionEncoder:
             self._looks.move_to_end(key)
             return self._looks[key]
         pixels = self._pixels(key)
-        read = self.read(pixels)
+        read = self._read(pixels)
         look = ImageEmbedding(read.rows_ND.cpu(), tuple(layer.cpu() for layer in read.deep))
         if key not in self._extents:
             self._extents[key] = self._extent(pixels.get("image_grid_thw"), len(look.rows_ND))
@@ -93,7 +91,7 @@ class VisionEncoder:
             self._room += _bytes(self._looks.popitem(last=False)[1])
         return look
 
-    def read(self, pixels: Mapping[str, Tensor]) -> ImageEmbedding:
+    def _read(self, pixels: Mapping[str, Tensor]) -> ImageEmbedding:
         """Run the tower on what `pixels` returns of a picture."""
         on_device = {name: value.to(self.device) for name, value in pixels.items()}
         found = self._base.get_image_features(**on_device, return_dict=True)
@@ -102,37 +100,6 @@ class VisionEncoder:
         self.runs += 1
         deep = getattr(found, "deepstack_features", None) or ()
         return ImageEmbedding(rows_ND, tuple(torch.cat(list(layer)) for layer in deep))
-
-    def embeddings(self, key: int) -> ImageEmbedding:
-        """Return what a forward puts in the place of a picture."""
-        return self.look(key)
-
-    def forget(self) -> None:
-        """Let the tower look at every picture anew."""
-        self._looks.clear()
-        self._room = self._cache_bytes
-
-    def blend(self, state: Mapping[str, Tensor], mix: float) -> None:
-        """Set some weights of the tower to `mix` times those given plus (1 - `mix`) times their present values, which
-        `model.blend` keeps unrounded."""
-        own = self.tower.state_dict()
-        blend({name: own[name] for name in state}, state, mix, self._averages)
-        self.forget()
-
-    def saved(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of the tower: its weights, or the averages that they are the rounding of."""
-        return {**self.tower.state_dict(), **self._averages}
-
-    def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Give the tower what `saved` has returned."""
-        self._averages = averages_in(saved, self.tower.state_dict())
-        self.tower.load_state_dict(saved)
-        self.forget()
-
-    def to(self, device: torch.device) -> None:
-        """Move the tower."""
-        self.device = device
-        self.tower.to(device)
 
     def _extent(self, grid: Tensor | None, count: int) -> _Extent:
         """Return the positions of a picture of `count` tokens, by transformers' own rule for the model."""
@@ -188,7 +155,7 @@ class ImageInputs:
     def embedded(self, embeds_bSD: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return embeddings of tokens with those of the pictures in their places, and what is added to the hidden
         states there after the first layers, [M, D] each."""
-        looks = [self.sight.embeddings(key) for key in self.keys]
+        looks = [self.sight.look(key) for key in self.keys]
         rows_MD = torch.cat([look.rows_ND for look in looks]).to(embeds_bSD)
         deep = [torch.cat(layer).to(embeds_bSD) for layer in zip(*(look.deep for look in looks), strict=True)]
         return embeds_bSD.flatten(0, 1).index_copy(0, self.place_M, rows_MD).view_as(embeds_bSD), deep

@@ -3,8 +3,8 @@
 The class of such a checkpoint joins a tower, which turns pictures into embeddings, with a text model, which reads these
 among the embeddings of tokens. Here the text model and the output head are built alone, under the names that they have
 in the whole model. So weights load by transformers' own renaming, and trained weights and adapters fit the whole model.
-The tower is built alone too, where prompts have pictures (`sight.py`). An export copies it (`original.py`),
-but for what is trained of it (`trained_sight.py`).
+The tower is built alone too, where prompts have pictures (`sight.py`), and is not trained: an export copies it
+(`original.py`).
 """
 
 from __future__ import annotations
@@ -131,9 +131,13 @@ def tower_class(config: Any) -> Any:
         self.lm_head, self.all_tied_weights_keys = None, {}
 
     ignored = [*(whole._keys_to_ignore_on_load_unexpected or []), rf"(^|\.)({kept}|lm_head)(\.|$)"]
-    # peft asks for both, and the classes look for them in the text model.
-    embeddings = {"get_input_embeddings": lambda self: nn.Identity(), "get_output_embeddings": lambda self: None}
-    return _subclass(type(whole), __init__=init, **embeddings, _keys_to_ignore_on_load_unexpected=ignored)
+    return _subclass(type(whole), __init__=init, _keys_to_ignore_on_load_unexpected=ignored)
+
+
+def tower_parameters(config: Any) -> int:
+    """Return the number of parameters that a checkpoint has besides its text model and head."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in tower_class(config)(deepcopy(config)).parameters())
 
 
 def _whole(config: Any) -> tuple[Any, str, Any]:

@@ -18,7 +18,6 @@ from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.loader import TrainingPrompts
 from hybrid_grpo.data.overlap import count_equal
-from hybrid_grpo.data.pictures import check_vision
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source, training_source
 from hybrid_grpo.grpo.objective import Objective, load_objective
@@ -128,8 +127,7 @@ class RunInputs(EvalInputs):
         reward_sets = RewardSets(config, sets)
         objective = load_objective(config.grpo)
         sampler = SamplingContext.read(config.policy, config.rollout, needs_weights=config.needs_weights)
-        trains_tower = config.policy.vision == "trained" and sampler.album is not None
-        check_lora(config.lora, sampler.model_config, tower=trains_tower)
+        check_lora(config.lora, sampler.model_config)
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
         training = read_training_prompts(config, sampler, partners)
         timeline = Timeline(config.run.steps, len(training.prompts) / config.rollout.prompts_per_step)
@@ -144,7 +142,6 @@ class RunInputs(EvalInputs):
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = fact
             eval_sets.append(eval_set)
         check_pictures(config.policy, sampler, config.active_features)
-        check_vision(config.policy, sampler.album)
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
         facts["sampling"] = sampler.fact
         if warning := sampler.warning(training.prompts, config.data):

@@ -122,11 +122,11 @@ def test_teachers_and_guests_see_what_the_policy_sees(folder):
 @pytest.mark.process
 @pytest.mark.ranks
 def test_environments_see_and_show_pictures_in_prompts_and_between_turns(folder):
-    """One rank and two, of which one then trains on what the other has seen, with a tower that learns."""
+    """One rank and two, of which one then trains on what the other has seen, with two optimizer steps."""
     (folder / "looks.py").write_text(ENVIRONMENT)
     told = {"rollout.environment": "looks.py:Looks", "rollout.max_turns": 3, "rollout.max_completion_tokens": 16}
     told |= {"rollout.max_tool_tokens": 60, "rollout.logit_bias": "{2: 4}", "data.max_prompt_tokens": 120}
-    told |= {"rewards": "[{function: looks.py:showed}]", "policy.vision": "trained"}
+    told |= {"rewards": "[{function: looks.py:showed}]"}
     told |= {"run.steps": 2, "checkpoint.every": 1, "grpo.num_minibatches": 1, "grpo.balance": "auto"}
     for ranks in (1, 2):
         train(folder, f"looks{ranks}", ranks, **told)

@@ -34,7 +34,6 @@ from hybrid_grpo.model.loading import load_config, load_model
 from hybrid_grpo.model.processors import load_tower
 from hybrid_grpo.model.reading import Reading
 from hybrid_grpo.model.sight import VisionEncoder, image_token
-from hybrid_grpo.model.trained_sight import TrainedVisionEncoder
 
 ONE, WIDE, HIGH, LARGE = pictures()
 PROMPTS: list[list[Any]] = [
@@ -126,9 +125,8 @@ class _Answers:
         return completion
 
 
-def prove_sight(name: str, folder: Path) -> tuple[Gaps, TrainedVisionEncoder]:
-    """Return the gaps of a family, whose tower is trained too, and what saw its pictures. Some completions get an
-    answer."""
+def prove_sight(name: str, folder: Path) -> tuple[Gaps, VisionEncoder]:
+    """Return the gaps of a family, and what saw its pictures. Some completions get an answer."""
     gaps, sight, *_ = _proven(name, folder, answers=True)
     return gaps, sight
 
@@ -146,7 +144,7 @@ def prove_rounding(name: str, folder: Path) -> tuple[Gaps, float]:
 
 def _proven(
     name: str, folder: Path, *, answers: bool
-) -> tuple[Gaps, TrainedVisionEncoder, Any, list[tuple[Seen, Completion]], dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[Gaps, VisionEncoder, Any, list[tuple[Seen, Completion]], dict[str, Tensor], dict[str, Tensor]]:
     """Return the gaps, what saw the pictures, transformers' model, the sampled rows, and both sides' gradients."""
     processor = make_seeing(name, folder)
     config, policy_config = load_config(str(folder)), PolicyConfig(model=str(folder), dtype="float32")
@@ -154,8 +152,11 @@ def _proven(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     policy = load_model(policy_config, ATTENTION)
+    of_text = {name for name, _ in policy.named_parameters()}
+    for name, weight in plain.named_parameters():
+        weight.requires_grad_(name in of_text)
     album = ImageStore(lambda: processor, image_token(config))
-    sight = TrainedVisionEncoder(load_tower(policy_config), album.pixels, 1 << 28, album.blank, None, 0)
+    sight = VisionEncoder(load_tower(policy_config), album.pixels, CPU, 1 << 28)
     prompts = [Seen(parts, number, processor, album) for number, parts in enumerate(PROMPTS)]
     answer, placeholder = Seen(ANSWER, -1, processor, album), image_token(config)
     turns = _Answers(answer.ids) if answers else None
@@ -163,8 +164,6 @@ def _proven(
     expected = plain_pass(_scores(plain, prompt, completion, answer) for prompt, completion in rows)
     read = [completion.token_row(row, list(prompt.ids)) for row, (prompt, completion) in enumerate(rows)]
     found, mine = policy_pass(policy, pack(read, 500, CPU, share="on", reading=Reading(sight)))
-    of_tower = zip(sight.state(), sight.gradients(), strict=True)
-    mine |= {name: gradient for name, gradient in of_tower if gradient.any()}
     theirs = {name: gradient.clone() for name, gradient in gradients(plain)}
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = gradient_gap(mine, theirs)

@@ -28,15 +28,11 @@ _NAME = "average"
 
 class MovingAverage(SideModel):
     """Average of the weights of `module`, which DeepSpeed's `optimizer` trains at ZeRO `stage`. After n updates the
-    initial weights have the coefficient `decay`^n, and the weights of k updates ago (1 - `decay`) * `decay`^k.
-    `follow` is called when the module has got other weights to export, or its own again. It is exported as
-    `model_ema/`."""
+    initial weights have the coefficient `decay`^n, and the weights of k updates ago (1 - `decay`) * `decay`^k. It
+    is exported as `model_ema/`."""
 
-    def __init__(
-        self, module: nn.Module, optimizer: Any, stage: int, decay: float, follow: Callable[[], None] = lambda: None
-    ) -> None:
-        self._layout, self._follow = (module, optimizer, stage), follow
-        self._decay = decay
+    def __init__(self, module: nn.Module, optimizer: Any, stage: int, decay: float) -> None:
+        self._layout, self._decay = (module, optimizer, stage), decay
         self._average = [flat.to("cpu", torch.float32, copy=True) for flat in shards.trained_tensors(*self._layout)]
         self._is_used = False
 
@@ -60,14 +56,7 @@ class MovingAverage(SideModel):
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        return {"model_ema": self._exported}
-
-    @contextmanager
-    def _exported(self) -> Iterator[None]:
-        with self.used():
-            self._follow()
-            yield
-        self._follow()
+        return {"model_ema": self.used}
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -120,7 +109,7 @@ class Average(Feature):
         assert self._decay is not None
         engine = policy.engine
         trained, optimizer = engine.engine.module, engine.engine.optimizer
-        self.model = MovingAverage(trained, optimizer, engine.stage, self._decay, policy.sync_dependents)
+        self.model = MovingAverage(trained, optimizer, engine.stage, self._decay)
 
     def stepped(self) -> None:
         self.model.update()

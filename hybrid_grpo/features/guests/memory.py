@@ -28,5 +28,5 @@ class GuestMemory(FeatureMemory):
             rows, free = plan.batch.prompts_per_rank * per_group, plan.hardware.device_bytes
             _, kept = workspace_beside(rollout, model_config, dtype, rows, tokens, free)
             # Its tower is taken to be as large as the policy's.
-            held += plan.dtype * (parameters + plan.tower.parameters) + (kept if plan.gpu else 0)
+            held += plan.dtype * (parameters + plan.tower) + (kept if plan.gpu else 0)
         return Part("guests", 0 if on_host else held, "a smaller model in guests.writers")

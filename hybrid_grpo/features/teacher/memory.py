@@ -33,7 +33,7 @@ class TeacherMemory(FeatureMemory):
         settings, places = self._settings, plan.rows * plan.config.rollout.max_completion_tokens
         weights = plan.dtype * sum(self._parameters.values()) // plan.ranks if settings.offload == on_host else 0
         # Towers, which every rank has on its device, are taken to be as large as the policy's.
-        towers = plan.tower.parameters * sum(name is not None for name in self._parameters)
+        towers = plan.tower * sum(name is not None for name in self._parameters)
         weights += 0 if on_host else plan.dtype * towers
         kept = places * (8 * settings.top_k or 4 * plan.sizes.vocabulary) if settings.keeps_vocabulary else 0
         fewer = "teacher.top_k 64, " if kept and not settings.top_k else ""

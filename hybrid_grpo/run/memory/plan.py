@@ -23,11 +23,11 @@ from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.logprobs import HeadFunction
+from hybrid_grpo.model.towers import tower_parameters
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.memory.phases import Part, Phase, gib
-from hybrid_grpo.run.memory.tower import NO_TOWER, TowerSizes, tower_sizes
 
 KEPT_BELOW = 0.85
 """Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory.
@@ -103,7 +103,7 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    tower = tower_sizes(config.policy, config.lora, model_config, album)
+    tower = tower_parameters(model_config) if album is not None and not album.empty else 0
     return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, tower, measured)
 
 
@@ -125,14 +125,15 @@ class Plan:
     held_out_longest: int = 0
     """Number of tokens in the longest prompt of an evaluation with its completion."""
     features: Sequence[FeatureMemory] = ()
-    tower: TowerSizes = NO_TOWER
+    tower: int = 0
+    """Number of parameters of the tower that sees pictures."""
     measured: Callable[[TrainConfig, BatchPlan], Sizes] | None = None
     """Makes another dry run, for other settings of `policy`; takes seconds."""
 
     def __post_init__(self) -> None:
         config, self.gpu, self.ranks = self.config, self.hardware.on_gpu, self.batch.world_size
         self.stage, self.dtype = config.engine.stage(self.ranks), 2 if config.policy.dtype == "bfloat16" else 4
-        self.n, self.t = self.sizes.parameters, self.sizes.trained + self.tower.trained
+        self.n, self.t = self.sizes.parameters, self.sizes.trained
         # Elements that this rank's optimizer steps.
         self.owned = -(-self.t // self.ranks) if self.stage else self.t
         zero = config.engine.deepspeed.get("zero_optimization", {})
@@ -149,7 +150,8 @@ class Plan:
         self.rows = groups * config.rollout.num_generations
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
         self.export = Part("copy to write", self.dtype * self.n)
-        self.pictures = self.tower.cache(config.policy)
+        kept = int(config.policy.picture_cache_gb * 2**30) if self.tower else 0
+        self.pictures = Part("pictures", kept, "a lower policy.picture_cache_gb")
         self.slots = min(config.rollout.max_slots, self.rows)
         self.longest = config.rollout.longest(self.prompt)
         # Rollouts and evaluations share the cache.
@@ -225,7 +227,7 @@ class Plan:
             "generation": generating,
             "loss": [*training, Part("LM head", micro.head, remedies.smaller_micro_batches(self, recomputed=True))],
             "backward": [*training, Part("one layer", layer, remedies.smaller_micro_batches(self, recomputed=True))],
-            "reduction": [*updating, reduction, self.tower.learning],
+            "reduction": [*updating, reduction],
             "optimizer step": [*updating, self.stepping()],
             # A GPU's weights are copied to the host and written from there.
             "export": [*gathered, *([] if self.gpu else [self.export])],
@@ -247,9 +249,9 @@ class Plan:
         parts = [
             Part("weights", 0 if self.hosted else self.dtype * self.n // shards, remedies.fewer_weights(self)),
             self.reward_models(on_host=False),
+            *self.feature_parts(on_host=False),
+            Part("tower", self.dtype * self.tower),
         ]
-        tower = self.tower.at_rest(self.dtype, shards, has_reference=self.config.grpo.has_reference)
-        parts += [*self.feature_parts(on_host=False), tower]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
@@ -308,10 +310,10 @@ class Plan:
 
     def reference(self) -> Part:
         """Return the reference in host memory, sharded over the ranks, and the float32 average that it may be the
-        rounding of, with that of its tower. With new adapters, it takes no memory of its own."""
+        rounding of. With new adapters, it takes no memory of its own."""
         grpo, each = self.config.grpo, self.n // self.ranks
         loaded = grpo.has_reference and (not self.config.lora.rank or is_adapter(self.config.policy.model))
-        average = 4 * (each + self.tower.trained) if grpo.averages_reference and self.dtype == 2 else 0
+        average = 4 * each if grpo.averages_reference and self.dtype == 2 else 0
         return Part("reference", self.dtype * each + average if loaded else 0, "grpo.beta 0, more ranks")
 
     def copy(self) -> Part:
