@@ -119,7 +119,6 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "solved left out": {"curriculum.skip_above": 0.5},
     },
     "carry": {"none": {}, "a fifth": {"rollout.carry": 0.2}},
-    "drafts": {"off": {}, "siblings": {"rollout.drafts": "siblings"}},
     "sampling": {
         "plain": {},
         "filtered": {"rollout.temperature": 0.8, "rollout.min_p": 0.05},
@@ -179,7 +178,6 @@ REFUSED = [
     ("carry", _ANY, "groups", _ANY),
     ("carry", _ANY, "decoder", "generate()"),
     ("carry", _ANY, "old log-probabilities", "filtered"),
-    ("drafts", _ANY, "decoder", "generate()"),
     ("sampling", "changed", "old log-probabilities", "with its mask"),
 ]
 """Values that cannot be combined; _ANY stands for all values of a dimension except its first."""

@@ -23,7 +23,6 @@ from hybrid_grpo.distributed.ranks import all_reduce, rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Callbacks,
-    Drafter,
     Journal,
     OnFinish,
     OnStep,
@@ -197,7 +196,7 @@ class Policy(TrainedModel):
         turns: Turns | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self.workspace, self.turns, self.journal, self.drafter = workspace, turns, journal, Drafter()
+        self.workspace, self.turns, self.journal = workspace, turns, journal
         self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
         super().__init__(
             policy, engine, tokenizer, total_steps, lora, seed,
@@ -265,7 +264,7 @@ class Policy(TrainedModel):
     def _complete(
         self, view: Any, requests: list[Request], sampling: Sampling, config: RolloutConfig, callbacks: Callbacks
     ) -> tuple[list[list[Completion]], Stats]:
-        callbacks = dataclasses.replace(callbacks, turns=self.turns, drafter=self.drafter, reading=self.reading)
+        callbacks = dataclasses.replace(callbacks, turns=self.turns, reading=self.reading)
         return complete(view, self.tokenizer, requests, sampling, config, callbacks, self.workspace)
 
     def micro_batches(self, rows: Sequence[TokenRow], *, gradients: bool = True, together: int = 1) -> list[MicroBatch]:

@@ -207,7 +207,7 @@ class Trainer(Stage):
         if carry is not None:
             rollout = carry.end(rollout)
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, spans, stats.accepted, captures))
+        self.meter.update(measure_sampling(rollout, spans, captures))
         if self.partners is not None:
             self.meter.update(self.partners.numbers(rollout))
         self.trace.decoded(stats.timeline)

@@ -9,7 +9,7 @@ from tiny_models import build, tiny_config
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.generation import GREEDY, Drafter, Request, Sampling
+from hybrid_grpo.generation import GREEDY, Request, Sampling
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.policy import Policy, learning_rate, sampling_of
@@ -74,7 +74,7 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
     policy._album = policy.turns = policy.journal = None
     policy.tokenizer, policy.engine = char_tokenizer(), SimpleNamespace(generation=lambda: nullcontext(view))
     policy.tokenizer.get_vocab = lambda: {token: at for token, at in IDS.items() if token != "b"}
-    policy.workspace, policy.drafter = None, Drafter()
+    policy.workspace = None
     prompts = [Prompt(i, "", [1 + i], {}) for i in range(2)]
     config, seen = RolloutConfig(num_generations=2, max_completion_tokens=5, decoder=decoder), []
     rollout, _ = policy.rollout(prompts, config, (), seed=0, step=1, on_finish=lambda *args: seen.append(args))

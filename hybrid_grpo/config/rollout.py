@@ -146,11 +146,6 @@ class RolloutConfig:
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once per run. `auto` keeps them if the memory plan has room for them in training. A CPU keeps none."""
 
-    drafts: Annotated[Literal["siblings", "off"], MAY_CHANGE] = "off"
-    """`siblings`: where few completions are left, sample several tokens of each per forward pass, after a draft of what
-    probably comes next: what followed the same tokens before, in the prompt or in a completion of the group. Tokens are
-    those that would be sampled without drafts."""
-
     carry: Share = 0.0
     """Share of prompts_per_step, rounded to at least one prompt, whose groups are not waited for: a step ends when all
     but so many are complete. Those continue in the next step, under its policy. 0 waits for all. See docs/carry.md."""
@@ -330,7 +325,6 @@ class RolloutConfig:
             ("environment_processes", self.environment_processes is not None, "completes all prompts at the same time"),
             ("cache_gb", self.cache_gb is not None, "does not bound its caches"),
             ("keep_cache", self.keep_cache == "on", "builds its caches anew"),
-            ("drafts", self.drafts != "off", "samples one token at a time"),
             ("carry", self.carry != 0, "completes all that it began"),
         ):
             refuse(

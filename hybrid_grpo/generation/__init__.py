@@ -5,7 +5,6 @@ transformers' `generate()`. Other packages import the names below, rollout.py (w
 and the modules whose memory use they estimate.
 """
 
-from hybrid_grpo.generation.drafts import Drafter
 from hybrid_grpo.generation.journal import Journal, complete_rest
 from hybrid_grpo.generation.loop import Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
@@ -16,7 +15,6 @@ from hybrid_grpo.generation.workspace import Workspace
 __all__ = [
     "GREEDY",
     "Callbacks",
-    "Drafter",
     "Journal",
     "OnFinish",
     "OnStep",

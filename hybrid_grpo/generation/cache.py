@@ -193,7 +193,7 @@ class _ShapeProbe:
 
 
 class Rows(NamedTuple):
-    """The rows of a decode step: one new token of every active sequence, then those of drafts."""
+    """The rows of a decode step: one new token of every active sequence."""
 
     token_n: Tensor
     """int64."""
@@ -205,8 +205,6 @@ class Rows(NamedTuple):
     """Number of pages of the longest sequence; see `DecodeStep`."""
     rotary_n: Tensor | None = None
     """int64: the positions that are encoded. Default: those in the cache."""
-    next_n: Tensor | None = None
-    """int64: which row's state a row begins with; see `kernels.states`. Default: each begins with its own."""
 
     @property
     def encoded_n(self) -> Tensor:

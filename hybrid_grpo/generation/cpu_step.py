@@ -126,7 +126,7 @@ class CpuStep:
             self._rope = self._rope_of(max(entries, 2 * len(self._rope)))
         rope, n, width = self._rope[rows.encoded_n], len(rows.token_n), rows.table_nw.stride(0)
         run("decode", ctypes.addressof(self._model), logits_nV, work,
-            rows.token_n, rope, rows.table_nw, rows.position_n, rows.next_n, n, width)  # fmt: skip
+            rows.token_n, rope, rows.table_nw, rows.position_n, n, width)  # fmt: skip
 
 
 def has_delta(layer: Any) -> bool:

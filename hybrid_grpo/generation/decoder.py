@@ -14,10 +14,9 @@ from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for, si
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_lists
 from hybrid_grpo.generation.sequence import Sequence
-from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.model.upload import upload
 
-_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _OFFSET, _NEXT = range(7)
+_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _OFFSET = range(6)
 _SHORT = 128
 """Up to this many entries of a sequence, reading is faster by the kernel that decodes than by a forward on a CPU."""
 _SAMPLINGS = 4
@@ -52,12 +51,10 @@ class Decoder:
         self.cache, self._model, self._device, self._capture = cache, model, cache.device, capture
         self._has_offsets = has_offsets
         self._fused: Any = fused_step(model, cache)
-        self._state_7n = torch.zeros(7, slots, dtype=torch.int64, device=self._device)
+        self._state_6n = torch.zeros(6, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0
         """Slots from here on are zero: a row that pads a graph's size stands still, and writes to page 0."""
-        self._has_stale_slots = False
-        """Whether the slots lack what the last step found out, since it had drafts."""
         self._graphs = None if capture is None else Graphs(capture)
         self._choices: dict[Sampling, tuple[Sampler, Graphs]] = {}
         self._logits_nV: Tensor | None = None
@@ -70,7 +67,6 @@ class Decoder:
     def begin(self, sampling: Sampling) -> None:
         """Begin a call that uses `sampling`; all slots must be free."""
         self._captured_before = len(self._graphs or ())
-        self._has_stale_slots = False
         self._clear(0)
         if self._capture is None:
             self._sampler = Sampler(sampling, self._device)
@@ -86,7 +82,7 @@ class Decoder:
 
     @property
     def slots(self) -> int:
-        return self._state_7n.shape[1]
+        return self._state_6n.shape[1]
 
     @property
     def captured(self) -> bool:
@@ -108,16 +104,16 @@ class Decoder:
     def _clear(self, first: int) -> None:
         """Empty the slots from `first` on."""
         if first < self._filled:
-            self._state_7n[:, first : self._filled].zero_()
+            self._state_6n[:, first : self._filled].zero_()
             self._table_nw[first : self._filled].zero_()
         self._filled = first
 
     def insert(self, first: int, sequences: list[Sequence]) -> None:
         """Put sequences into slots, starting at `first`."""
         width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
-        state = [[*_state_7(s), *s.pages, *[0] * (width - len(s.pages))] for s in sequences]
-        state_k7, table_kw = upload(state, self._device).split([7, width], dim=1)
-        self._state_7n[:, slots] = state_k7.T
+        state = [[*_state_6(s), *s.pages, *[0] * (width - len(s.pages))] for s in sequences]
+        state_k6, table_kw = upload(state, self._device).split([6, width], dim=1)
+        self._state_6n[:, slots] = state_k6.T
         self._table_nw[slots] = table_kw.int()
         self._filled = max(self._filled, slots.stop)
         for sequence in sequences:
@@ -133,7 +129,7 @@ class Decoder:
         if not source:
             return
         source_k, target_k = upload([source, target], self._device)
-        self._state_7n[:, target_k] = self._state_7n[:, source_k]
+        self._state_6n[:, target_k] = self._state_6n[:, source_k]
         self._table_nw[target_k] = self._table_nw[source_k]
         self.cache.states.copy(source, target)
         if self._seen_nV is not None:
@@ -152,19 +148,9 @@ class Decoder:
         self._fused.read(token_N, table[row_N], position_N)
         return True
 
-    @property
-    def takes_drafts(self) -> bool:
-        """Whether a sequence may take several rows of a step: neither its state nor its tokens may stand in the way."""
-        states_allow = not self.cache.states or states_take_drafts(self._model, self.cache)
-        return states_allow and not self._sampler.needs_seen
-
-    def step(self, active: list[Sequence], drafts: list[list[int]] | None = None) -> Any:
-        """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens.
-
-        With `drafts`, a list for every sequence, also feed each the tokens of its draft, and sample one after each of
-        them: their rows follow those of the sequences. All earlier steps must have been read.
-        """
-        n = len(active) + sum(map(len, drafts or ()))
+    def step(self, active: list[Sequence]) -> Any:
+        """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens."""
+        n = len(active)
         self._clear(n)
         grown = [(slot, s) for slot, s in enumerate(active) if len(s.pages) > s.known_pages]
         if grown:
@@ -173,49 +159,30 @@ class Decoder:
             self._table_nw[slot_g, column_g] = page_g.int()
             for _, sequence in grown:
                 sequence.known_pages = len(sequence.pages)
-        if drafts or self._has_stale_slots:
-            self._write(active, drafts or [[] for _ in active])
-            self._has_stale_slots = bool(drafts)
         if self._graphs is None:
-            longest = max((len(draft) for draft in drafts or ()), default=0)
-            read = self.cache.pages_for(max(s.position for s in active) + 1 + longest)
+            read = self.cache.pages_for(max(s.position for s in active) + 1)
             return self._choose(self._forward(n, read)), None
         return _to_host([part[:n] for part in self._replayed(self._graphs, size_for(n, self.slots))])
-
-    def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
-        """Set the slots to the sequences, and the rows after them to their drafts."""
-        rows = [[*_state_7(s), slot] for slot, s in enumerate(active)]
-        for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
-            for k, token in enumerate(draft, 1):
-                # Of two rows that follow each other, the first names the second.
-                before, own = (rows[slot], len(rows)) if k == 1 else (rows[-1], ~len(rows))
-                before[_NEXT] = own
-                rows.append([token, s.position + k, len(s.logp) + k, s.key, 1, s.position_offset, ~0, slot])
-        state_R8 = upload(rows, self._device)
-        self._state_7n[:, : len(rows)] = state_R8[:, :7].T
-        self._table_nw[len(active) : len(rows)] = self._table_nw[state_R8[len(active) :, 7]]
-        self._filled = len(rows)
 
     def _forward(self, n: int, read: int, out: Tensor | None = None) -> Tensor:
         """Return logits_nV of slots 0 to n - 1, of at most `read` pages each, in `out` where the step can write to it.
         Only the cache changes, at each slot's position."""
-        token_n, position_n, table_nw = self._state_7n[_TOKEN, :n], self._state_7n[_POSITION, :n], self._table_nw[:n]
-        rotary_n = position_n + self._state_7n[_OFFSET, :n] if self._has_offsets else position_n
-        next_n = self._state_7n[_NEXT, :n] if self.cache.states else None
-        rows = Rows(token_n, table_nw, position_n, read, rotary_n, next_n)
+        token_n, position_n, table_nw = self._state_6n[_TOKEN, :n], self._state_6n[_POSITION, :n], self._table_nw[:n]
+        rotary_n = position_n + self._state_6n[_OFFSET, :n] if self._has_offsets else position_n
+        rows = Rows(token_n, table_nw, position_n, read, rotary_n)
         if self._fused is not None:
             return self._fused(rows) if out is None else self._fused(rows, out)
         return decode_step(self._model, self.cache, rows)
 
     def _choose(self, logits_nV: Tensor) -> tuple[Tensor, ...]:
         """Advance slots 0 to n - 1 by one token; returns what the sampler returns."""
-        state_7n = self._state_7n[:, : len(logits_nV)]
+        state_6n = self._state_6n[:, : len(logits_nV)]
         seen_nV = self._seen_nV[: len(logits_nV)] if self._sampler.needs_seen and self._seen_nV is not None else None
-        token_n, *others = self._sampler(logits_nV, state_7n[_KEY], state_7n[_COUNT], seen_nV)
+        token_n, *others = self._sampler(logits_nV, state_6n[_KEY], state_6n[_COUNT], seen_nV)
         if seen_nV is not None:
             seen_nV.scatter_(1, token_n[:, None], True)
-        state_7n[_TOKEN] = token_n
-        state_7n[_POSITION : _COUNT + 1].add_(state_7n[_ACTIVE])
+        state_6n[_TOKEN] = token_n
+        state_6n[_POSITION : _COUNT + 1].add_(state_6n[_ACTIVE])
         return token_n, *others
 
     def _replayed(self, graphs: Graphs, size: int) -> tuple[Tensor, ...]:
@@ -243,10 +210,10 @@ class Decoder:
         return to_lists(chosen)
 
 
-def _state_7(sequence: Sequence) -> list[int]:
-    """Return what the device knows of a sequence besides its pages, in the order of `_TOKEN` to `_NEXT`."""
+def _state_6(sequence: Sequence) -> list[int]:
+    """Return what the device knows of a sequence besides its pages, in the order of `_TOKEN` to `_OFFSET`."""
     s = sequence
-    return [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.position_offset, 0]
+    return [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.position_offset]
 
 
 def _to_host(moved: list[Tensor]) -> tuple[list[Tensor], Any]:

@@ -5,7 +5,6 @@ So all sampling happens in one place, and a group shares its prefill without sha
 """
 
 import sys
-import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -25,7 +24,6 @@ from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler, groups_of
 from hybrid_grpo.generation.sequence import Callbacks, Request, Sequence, lengths_of, sequences_of
-from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import install_kernels
@@ -70,14 +68,12 @@ class _Loop:
         callbacks: Callbacks,
     ) -> None:
         self.model, self.schedule, self.decoder = model, schedule, decoder
-        self.drafter, self.reading = callbacks.drafter, callbacks.reading
-        self.prefill_tokens, self.sampling = prefill_tokens, sampling
+        self.prefill_tokens, self.sampling, self.reading = prefill_tokens, sampling, callbacks.reading
         # With the cache alone: a method of this object would be a cycle, which keeps the memory until it is collected.
         self.callbacks = replace(callbacks, recorded=partial(recorded_by, schedule.cache, {}))
         self.stats = Stats()
-        self.in_flight: deque[tuple[list[tuple[Sequence, int]], list[list[int]], Any]] = deque()
-        """For each running step, its sequences, each with the number of its turn, their drafts if there are any, and
-        the outcome to be read."""
+        self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
+        """For each running step, its sequences, each with the number of its turn, and the outcome to be read."""
         # A state cannot be taken back: where turns continue from one, no step may be begun after their end.
         self.max_in_flight = 0 if callbacks.turns is not None and decoder.cache.states else decoder.max_in_flight
 
@@ -90,20 +86,13 @@ class _Loop:
             self._take_answers()
             self._admit()
             timeline.look(schedule)
-            start, rows = time.perf_counter(), self.stats.rows
-            drafts = self._drafts()
-            drafted = self._step(drafts)
-            while self.in_flight and (len(self.in_flight) > self.max_in_flight or drafted or not schedule.active):
+            self._step()
+            while self.in_flight and (len(self.in_flight) > self.max_in_flight or not schedule.active):
                 self._collect()
-            if self.drafter is not None and self.stats.rows > rows:
-                self.drafter.record_time(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
         timeline.end(schedule)
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures
-        if self.drafter is not None:
-            self.stats.drafted, self.stats.accepted = self.drafter.drafted, self.drafter.accepted
-            self.drafter.end()
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes + cache.states.bytes
         return self.stats
 
@@ -195,9 +184,8 @@ class _Loop:
             forward = partial(text_forward, self.model, shown=self.reading.shown(read, device))
             batch.read(forward, self.model, upload([read], device), upload(joined_positions(found), device))
 
-    def _step(self, drafts: list[list[int]]) -> bool:
-        """Start sampling one token for every active sequence, and one more for each token of its draft, if there are
-        any; a later `_collect` reads the outcome. Return whether there were."""
+    def _step(self) -> None:
+        """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""
         schedule = self.schedule
         # A sequence that reaches a limit ends with a step that is still running: wait for it.
         if any(len(s.tokens) < s.turn_end <= s.position + 1 for s in schedule.active):
@@ -206,28 +194,15 @@ class _Loop:
             self._drain()
             if not schedule.reserve():
                 schedule.preempt()
-            drafts = []
         active = schedule.active
         if not active:
-            return False
-        if drafts:
-            schedule.fit(drafts)
-        self.in_flight.append(([(s, s.turn) for s in active], drafts, self.decoder.step(active, drafts)))
+            return
+        self.in_flight.append(([(s, s.turn) for s in active], self.decoder.step(active)))
         self.stats.steps += 1
-        self.stats.rows += len(active) + sum(map(len, drafts))
+        self.stats.rows += len(active)
         for sequence in active:
             sequence.position += 1
             self.stats.context += sequence.position
-        return bool(drafts)
-
-    def _drafts(self) -> list[list[int]]:
-        """Return a draft for every active sequence if that pays, else an empty list."""
-        active, slots = self.schedule.active, self.decoder.slots
-        if self.drafter is None or not self.drafter.may_help(len(active), slots):
-            return []
-        # What comes after the tokens of a running step is not known yet.
-        self._drain()
-        return self.drafter.propose(active, slots) if active else []
 
     def _drain(self) -> None:
         while self.in_flight:
@@ -235,35 +210,13 @@ class _Loop:
 
     def _collect(self) -> None:
         """Read the tokens of the oldest running step, and remove the sequences that end with them."""
-        sequences, drafts, outcome = self.in_flight.popleft()
-        sampled = self.decoder.read(outcome)
-        for (sequence, turn), token, logp, kept in zip(sequences, *sampled, strict=False):
+        sequences, outcome = self.in_flight.popleft()
+        for (sequence, turn), token, logp, kept in zip(sequences, *self.decoder.read(outcome), strict=True):
             # Steps after the end of a turn were started before the end was known.
             if sequence.is_open and sequence.turn == turn:
                 sequence.add(token, logp, kept, self.sampling, self.callbacks)
-        if drafts:
-            self._follow([sequence for sequence, _ in sequences], drafts, sampled)
         done = [slot for slot, s in enumerate(self.schedule.active) if s.completion or s.waits]
         self.decoder.move(*self.schedule.retire(done))
-
-    def _follow(self, sequences: list[Sequence], drafts: list[list[int]], sampled: tuple[list[Any], ...]) -> None:
-        """Add the tokens that were sampled after those of drafts, as far as the drafts held."""
-        assert self.drafter is not None
-        row, rows, slots = len(sequences), list[int](), list[int]()
-        for slot, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            accepted = 0
-            while accepted < len(draft) and sequence.is_open and sequence.tokens[-1] == draft[accepted]:
-                token, logp, kept = (values[row + accepted] for values in sampled)
-                sequence.add(token, logp, kept, self.sampling, self.callbacks)
-                accepted += 1
-            if draft:
-                sequence.position = len(sequence.tokens) - 1
-                self.drafter.record_verified(sequence, len(draft), accepted)
-            if accepted and sequence.completion is None:
-                rows, slots = [*rows, row + accepted - 1], [*slots, slot]
-            row += len(draft)
-        # The state of a sequence is what the last row that held has left.
-        self.schedule.cache.states.copy(rows, slots)
 
 
 def _decoder(
@@ -282,10 +235,8 @@ def _decoder(
     device = next(model.parameters()).device
     geometry, capture, page = _prepared(model), capture_on(device), PAGE
     if capture is not None:
-        # Test here whether these steps are right, while there is memory for the tests.
-        small = PagedCache(geometry, 2, page, device)
-        fused_step(model, small)
-        states_take_drafts(model, small)
+        # Test here whether these steps are right, while there is memory for the test.
+        fused_step(model, PagedCache(geometry, 2, page, device))
     reserved = partial(_reserved, model, geometry, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
     if workspace is not None and capture is not None:
@@ -348,10 +299,6 @@ def generate(
     )
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.page_lookahead)
-    if not decoder.takes_drafts:
-        callbacks = replace(callbacks, drafter=None)
-    if callbacks.drafter is not None:
-        callbacks.drafter.begin(sequences)
     loop = _Loop(model, schedule, decoder, prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks)
     if turns is not None:
         turns.begin(requests)

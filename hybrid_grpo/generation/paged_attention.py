@@ -23,7 +23,6 @@ from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.latents import absorbed
 from hybrid_grpo.model.routing import Recorder, joined
 from hybrid_grpo.model.runs import Runs
-from hybrid_grpo.model.states import following
 from hybrid_grpo.model.upload import upload
 
 PAGE = 32
@@ -327,8 +326,7 @@ def _kernel_agrees(
 def decode_step(model: Any, cache: PagedCache, rows: Rows) -> Tensor:
     """Return the logits_nV of a model after each row's token."""
     ids, positions, step = rows.token_n[:, None], rows.encoded_n[:, None], DecodeStep(cache, rows)
-    with following(rows.next_n):
-        logits_nV: Tensor = cached_forward(model, model, ids, positions, step).logits[:, -1]
+    logits_nV: Tensor = cached_forward(model, model, ids, positions, step).logits[:, -1]
     return logits_nV
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hybrid_grpo import generation
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation import Callbacks, Drafter, Request, Sampling, Stats, Workspace, fallback, stream_key
+from hybrid_grpo.generation import Callbacks, Request, Sampling, Stats, Workspace, fallback, stream_key
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.limits import gaps_of, vocabulary_of
 
@@ -71,14 +71,11 @@ def complete(
     workspace: Workspace | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names.
-    The drafter of `callbacks` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other
-    arguments and the result see `generation.generate`."""
+    For the other arguments and the result see `generation.generate`."""
     vocabulary, never = _vocabulary(tokenizer, len(tokenizer))
     sampling = replace(sampling, vocabulary=vocabulary, logit_bias=(*sampling.logit_bias, *never))
-    callbacks = callbacks or Callbacks()
-    drafter = None if config.drafts == "off" else callbacks.drafter or Drafter()
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    callbacks = replace(callbacks, decode=decode, drafter=drafter)
+    callbacks = replace(callbacks or Callbacks(), decode=decode)
     if config.decoder != "paged":
         return fallback.generate(model, requests, sampling, callbacks, max_slots=config.max_slots)
     return generation.generate(

@@ -210,14 +210,6 @@ class Scheduler:
             sequence.pages += self.cache.allocate(max(0, min(wanted - len(sequence.pages), self._spare)))
         return True
 
-    def fit(self, drafts: list[list[int]]) -> None:
-        """Give active sequences pages for their drafts as well; cut drafts for which there are none."""
-        for sequence, draft in zip(self.active, drafts, strict=True):
-            if draft:
-                more = self.cache.pages_for(sequence.position + 1 + len(draft)) - len(sequence.pages)
-                sequence.pages += self.cache.allocate(max(0, min(more, self._spare)))
-                del draft[len(sequence.pages) * self.cache.page - sequence.position - 1 :]
-
     def preempt(self) -> None:
         """Make the sequence admitted last pending again; its tokens so far will be read again."""
         sequence = self.active[-1]

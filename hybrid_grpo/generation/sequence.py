@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.sidecars import Sidecar, find
 from hybrid_grpo.model.support import SamplingMask
-
-if TYPE_CHECKING:
-    from hybrid_grpo.generation.drafts import Drafter
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample within the request, and the completion."""
@@ -92,8 +89,6 @@ class Callbacks:
     """Answers the turns of a completion. Without it a completion is one turn."""
     should_stop: ShouldStop | None = None
     """Says when to leave the rest of the completions open; without it all end. Not with `turns`."""
-    drafter: Drafter | None = None
-    """Proposes drafts, where the model and the sampling allow them."""
     reading: Reading = TEXT
     """How the model reads pictures in prompts and answers."""
     recorded: Callable[[Sequence], tuple[Sidecar, ...]] | None = None

@@ -69,7 +69,7 @@ class Stats:
     steps: int = 0
     """Forward passes of the decode loop."""
     rows: int = 0
-    """Total rows of these passes: one for each sampled token, and for each token of a draft that did not hold."""
+    """Total rows of these passes: one for each sampled token, and for each that came after the end of a turn."""
     context: int = 0
     """Cache entries that these rows attended to."""
     prefills: int = 0
@@ -78,10 +78,6 @@ class Stats:
     """Number of answers between turns that were added to an existing cache."""
     preempted: int = 0
     """Number of sequences that lost their pages while they were being decoded or waiting."""
-    drafted: int = 0
-    """Number of rows for tokens of drafts; see `Drafter`."""
-    accepted: int = 0
-    """Number of these tokens that were then sampled."""
     peak_cache_bytes: int = 0
     captures: int = 0
     """Number of forwards captured as CUDA graphs."""

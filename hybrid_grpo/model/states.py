@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -35,19 +33,6 @@ class StateBatch(Protocol):
 _UNLIMITED = (0.0, float("inf"))
 _running: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("running", default=(None, {}))
 """The mixer of the layer whose forward is running, and the forward's keywords, where functions are not given them."""
-
-
-_next_n: ContextVar[Tensor | None] = ContextVar("next_n", default=None)
-
-
-@contextmanager
-def following(next_n: Tensor | None) -> Iterator[None]:
-    """In a decode step, let rows begin with the states that others have left; see `kernels.states`."""
-    token = _next_n.set(next_n)
-    try:
-        yield
-    finally:
-        _next_n.reset(token)
 
 
 def _noted(mixer: Any, forward: Any, *args: Any, **more: Any) -> Any:
@@ -99,7 +84,7 @@ def _convolution(
 
 def _convolution_step(original: Any, *args: Any, **more: Any) -> Tensor:
     """`causal_conv1d_update`, which writes its state in place."""
-    out = None if torch.is_grad_enabled() else kernels.causal_conv1d_update(*args, **more, next_n=_next_n.get())
+    out = None if torch.is_grad_enabled() else kernels.causal_conv1d_update(*args, **more)
     return original(*args, **more) if out is None else out
 
 
@@ -149,9 +134,7 @@ def _delta_step(
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rules for one token; all [n, 1, heads, ...]. In our own cache a state may be written in place."""
     if batch is not None:
-        out = kernels.recurrent_delta_rule(
-            query, key, value, g, beta, initial_state, unit=use_qk_l2norm_in_kernel, next_n=_next_n.get()
-        )
+        out = kernels.recurrent_delta_rule(query, key, value, g, beta, initial_state, unit=use_qk_l2norm_in_kernel)
         if out is not None:
             return out, initial_state
     return original(
@@ -258,20 +241,18 @@ def _state_space_step(
     dt, out = _steps(dt, dt_bias, dt_softplus).clamp(*limit), None
     if not torch.is_grad_enabled():
         update = kernels.state_space_update if x.dim() == 3 else _one_head
-        out = update(state, x, dt, A, B, C, D, next_n=_next_n.get())
+        out = update(state, x, dt, A, B, C, D)
     if out is None:
         return original(state, x, dt, A, B, C, D, z=z, **more)
     out = out.view(x.shape)
     return out if z is None else (out * F.silu(z)).to(x.dtype)
 
 
-def _one_head(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *, next_n: Tensor | None
-) -> Tensor | None:
+def _one_head(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> Tensor | None:
     """`state_space_update` for Mamba 1, whose x and dt are [n, channels] and B and C [n, size]."""
     x, B, C = (t.contiguous()[:, None] for t in (x, B, C))
     D = None if D is None else D[None]
-    return kernels.state_space_update(state[:, None], x, dt[:, None], A[None], B, C, D, next_n=next_n)
+    return kernels.state_space_update(state[:, None], x, dt[:, None], A[None], B, C, D)
 
 
 def _no_shortcut(original: Any, *args: Any, batch: StateBatch | None = None, **more: Any) -> Any:

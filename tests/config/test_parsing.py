@@ -73,7 +73,7 @@ def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> 
     ("setting", "value"),
     [
         ("policy.verify=off", "off"), ("policy.verify=On", "on"), ("policy.verify=false", "off"),
-        ("rollout.keep_cache=off", "off"), ("rollout.drafts=no", "off"), ("grpo.balance=off", "off"),
+        ("rollout.keep_cache=off", "off"), ("grpo.balance=off", "off"),
         ("grpo.balance=true", "auto"), ("log.wandb=false", "disabled"), ("log.wandb=off", "disabled"),
         ("data.chat_template=yes", "always"), ("grpo.scale_rewards=false", "none"), ("run.name=no", "no"),
         ("log.tags=[on, true]", ["on", "true"]), ("rollout.stop_strings=[no]", ["no"]), ("log.tokens=off", False),

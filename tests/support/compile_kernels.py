@@ -88,23 +88,22 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 def states() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """What a decode step launches in layers with a state of Qwen3.5, Kimi Linear, Nemotron-H and Jamba, with drafts."""
+    """What a decode step launches in layers with a state of Qwen3.5, Kimi Linear, Nemotron-H and Jamba."""
     seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     gpu.states.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
     half, single, n = {"dtype": torch.bfloat16, "device": "meta"}, {"dtype": torch.float32, "device": "meta"}, 8
-    next_n = torch.empty(n, dtype=torch.int64, device="meta")
     for channels, bias in ((8192, None), (10_240, torch.empty(10_240, **half))):
         window, weight = torch.empty(n, channels, 4, **half), torch.empty(channels, 4, **half)
-        gpu.states.causal_convolution(window[..., 0].contiguous(), window, weight, bias, silu=True, next_n=next_n)
+        gpu.states.causal_convolution(window[..., 0].contiguous(), window, weight, bias, silu=True)
     for key_heads, by_channel in ((16, False), (32, True)):
         query, key = (torch.empty(n, key_heads, 128, **half) for _ in range(2))
         value, beta = torch.empty(n, 32, 128, **half), torch.empty(n, 32, **half)
         log_decay, state = torch.empty(n, 32, *[128] * by_channel, **single), torch.empty(n, 32, 128, 128, **single)
-        gpu.states.delta_rule(query, key, value, log_decay, beta, state, unit=True, next_n=next_n)
+        gpu.states.delta_rule(query, key, value, log_decay, beta, state, unit=True)
     x, (b, c), a = torch.empty(n, 128, 64, **half), torch.empty(2, n, 8, 128, **half), torch.empty(128, **single)
-    gpu.states.selective_update(torch.empty(n, 128, 64, 128, **single), x, x, a, b, c, a, next_n=next_n)
+    gpu.states.selective_update(torch.empty(n, 128, 64, 128, **single), x, x, a, b, c, a)
     state, x, b = torch.empty(n, 1, 8192, 16, **single), torch.empty(n, 1, 8192, **half), torch.empty(n, 1, 16, **half)
-    gpu.states.selective_update(state, x, x, state[0], b, b, state[0, :, :, 0].contiguous(), next_n=next_n)
+    gpu.states.selective_update(state, x, x, state[0], b, b, state[0, :, :, 0].contiguous())
     return seen
 
 

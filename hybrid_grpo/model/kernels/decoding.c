@@ -291,7 +291,7 @@ static float softplus(float x)
 
 /* The Gated DeltaNet of a layer for t[n][hidden]; returns its output before the last product, [n][heads][dv]. */
 static float *team_delta(const struct model *m, const struct delta_net *l, float *work, const float *t,
-                         const int64_t *next, int64_t n)
+                         int64_t n)
 {
     const int64_t heads = m->delta_heads, dk = m->dk, dv = m->dv, keys = m->delta_key_heads * dk, values = heads * dv;
     const int64_t mixed = 2 * keys + values;
@@ -301,35 +301,25 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
                                        {a, l->a, 0, heads}};
     team_products(products, 4, t, n, m->hidden);
     #pragma omp for schedule(static)
-    for (int64_t first = 0; first < n; first++) {
-        int64_t row = first;
-        if (begins(next, row))
-            do
-                conv_row(shifted + row * mixed, qkv + row * mixed, l->conv_state + row * mixed * m->kernel, l->conv,
-                         l->conv_bias, 1, mixed, m->kernel);
-            while ((row = pass_on(l->conv_state, next, row, 1, 0, mixed * m->kernel)));
-    }
+    for (int64_t row = 0; row < n; row++)
+        conv_row(shifted + row * mixed, qkv + row * mixed, l->conv_state + row * mixed * m->kernel, l->conv, l->conv_bias,
+                 1, mixed, m->kernel);
     #pragma omp for schedule(static)
     for (int64_t job = 0; job < n * heads; job++) {
-        const int64_t h = job % heads, from = h / (heads / m->delta_key_heads) * dk;
-        int64_t row = job / heads;
-        if (begins(next, row))
-            do {
-                const int64_t at = row * heads + h;
-                const float *query = shifted + row * mixed + from, *value = shifted + row * mixed + 2 * keys + h * dv;
-                const float log_decay = -expf(l->log_rate[h]) * softplus(a[at] + l->dt_bias[h]);
-                float *own = out + at * dv;
-                delta_head(own, l->state + at * dk * dv, query, query + keys, value, &log_decay, 1,
-                           1 / (1 + expf(-b[at])), 1, dk, dv);
-                gated_norm_row(own, own, z + at * dv, l->norm, m->epsilon, dv);
-            } while ((row = pass_on(l->state, next, row, heads, h, dk * dv)));
+        const int64_t row = job / heads, h = job % heads, from = h / (heads / m->delta_key_heads) * dk;
+        const float *query = shifted + row * mixed + from, *value = shifted + row * mixed + 2 * keys + h * dv;
+        const float log_decay = -expf(l->log_rate[h]) * softplus(a[job] + l->dt_bias[h]);
+        float *own = out + job * dv;
+        delta_head(own, l->state + job * dk * dv, query, query + keys, value, &log_decay, 1, 1 / (1 + expf(-b[job])), 1,
+                   dk, dv);
+        gated_norm_row(own, own, z + job * dv, l->norm, m->epsilon, dv);
     }
     return out;
 }
 
 /* A model of the Llama family (Touvron et al., arXiv:2302.13971, section 2.2) for one new token of every sequence:
  * logits[n][vocabulary] of token[n] at position[n], whose cos and sin are rope[n][2][rotated]. Any layer may have a
- * Gated DeltaNet in place of its attention; for next[n], or null, see states.h.
+ * Gated DeltaNet in place of its attention.
  *
  * `work` holds n * (2 hidden + 2 inner + mixer) numbers, where the mixer of attention takes heads (apart + d) + 2 kv d,
  * and that of a Gated DeltaNet 2 (2 keys + values) + 2 values + 2 heads. One team of threads runs all of it: it meets at
@@ -337,7 +327,7 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
  * attention, has stored its keys and values.
  */
 void decode(const struct model *m, float *logits, float *work, const int64_t *token, const float *rope,
-            const int32_t *table, const int64_t *position, const int64_t *next, int64_t n, int64_t width)
+            const int32_t *table, const int64_t *position, int64_t n, int64_t width)
 {
     const int64_t hidden = m->hidden, inner = m->inner;
     float *x = work, *t = x + n * hidden, *gate = t + n * hidden, *up = gate + n * inner, *mixer = up + n * inner;
@@ -354,7 +344,7 @@ void decode(const struct model *m, float *logits, float *work, const int64_t *to
                 team_rms_norm(t, x, l->norm, m->offset, m->epsilon, n, hidden);
             const float *out;
             if (l->delta) {
-                out = team_delta(m, l->delta, mixer, t, next, n);
+                out = team_delta(m, l->delta, mixer, t, n);
                 team_add_product(x, t, out, l->delta->out, 0, n, hidden, m->delta_heads * m->dv);
             } else {
                 out = team_attention(m, l, mixer, t, rope, table, position, n, width, !logits && i == m->count - 1);

@@ -1,22 +1,17 @@
 /* One new token of every sequence through the layers that carry a state, on a CPU in float32: each state is read and
- * written once, in place. The order of every sum does not depend on the number of rows. For `next` see states.h.
+ * written once, in place. The order of every sum does not depend on the number of rows.
  */
 #include "states.h"
 
 /* out[n][channels] = the causal convolution over the last `kernel` tokens, whose newest is x, with rows apart as given;
  * with `silu` behind it. state[n][channels][kernel] has the tokens before, and then those with x. */
 void conv_step(float *out, const float *x, int64_t x_row, float *state, const float *weight, const float *bias,
-               const int64_t *next, int64_t silu, int64_t n, int64_t channels, int64_t kernel)
+               int64_t silu, int64_t n, int64_t channels, int64_t kernel)
 {
     #pragma omp parallel for schedule(static) if (n * channels > 1 << 12)
-    for (int64_t first = 0; first < n; first++) {
-        int64_t row = first;
-        if (begins(next, row))
-            do
-                conv_row(out + row * channels, x + row * x_row, state + row * channels * kernel, weight, bias, silu,
-                         channels, kernel);
-            while ((row = pass_on(state, next, row, 1, 0, channels * kernel)));
-    }
+    for (int64_t row = 0; row < n; row++)
+        conv_row(out + row * channels, x + row * x_row, state + row * channels * kernel, weight, bias, silu, channels,
+                 kernel);
 }
 
 /* Gated delta rule: state[n][heads][dk][dv], out[n][heads][dv]; query, key [n][key_heads][dk] and value [n][heads][dv]
@@ -24,20 +19,13 @@ void conv_step(float *out, const float *x, int64_t x_row, float *state, const fl
  * keys are brought to length 1 where `unit` is set. dk and dv are at most WIDEST. */
 void delta_step(float *out, float *state, const float *query, int64_t query_row, const float *key, int64_t key_row,
                 const float *value, int64_t value_row, const float *log_decay, const float *strength,
-                const int64_t *next, int64_t unit, int64_t n, int64_t heads, int64_t key_heads, int64_t dk, int64_t dv,
-                int64_t channels)
+                int64_t unit, int64_t n, int64_t heads, int64_t key_heads, int64_t dk, int64_t dv, int64_t channels)
 {
     #pragma omp parallel for schedule(static)
     for (int64_t job = 0; job < n * heads; job++) {
-        const int64_t h = job % heads, from = h / (heads / key_heads) * dk;
-        int64_t row = job / heads;
-        if (begins(next, row))
-            do {
-                const int64_t at = row * heads + h;
-                delta_head(out + at * dv, state + at * dk * dv, query + row * query_row + from, key + row * key_row + from,
-                           value + row * value_row + h * dv, log_decay + at * channels, channels, strength[at], unit, dk,
-                           dv);
-            } while ((row = pass_on(state, next, row, heads, h, dk * dv)));
+        const int64_t row = job / heads, h = job % heads, from = h / (heads / key_heads) * dk;
+        delta_head(out + job * dv, state + job * dk * dv, query + row * query_row + from, key + row * key_row + from,
+                   value + row * value_row + h * dv, log_decay + job * channels, channels, strength[job], unit, dk, dv);
     }
 }
 
@@ -45,19 +33,14 @@ void delta_step(float *out, float *state, const float *query, int64_t query_row,
  * c[n][groups][size] with rows apart as given; a[heads] and skip[heads] or null, or, `by_channel` (Mamba 1),
  * a[heads][d][size] and skip[heads][d]; out[n][heads][d]. */
 void mamba_step(float *out, float *state, const float *x, int64_t x_row, const float *step, const float *a,
-                const float *b, int64_t b_row, const float *c, int64_t c_row, const float *skip, const int64_t *next,
+                const float *b, int64_t b_row, const float *c, int64_t c_row, const float *skip,
                 int64_t by_channel, int64_t n, int64_t heads, int64_t d, int64_t size, int64_t groups)
 {
     #pragma omp parallel for schedule(static)
     for (int64_t job = 0; job < n * heads; job++) {
-        const int64_t h = job % heads, from = h / (heads / groups) * size;
-        int64_t row = job / heads;
-        if (begins(next, row))
-            do {
-                const int64_t at = (row * heads + h) * d;
-                mamba_head(out + at, state + at * size, x + row * x_row + h * d, step + at, a, b + row * b_row + from,
-                           c + row * c_row + from, skip, h, by_channel, d, size);
-            } while ((row = pass_on(state, next, row, heads, h, d * size)));
+        const int64_t row = job / heads, h = job % heads, from = h / (heads / groups) * size, at = job * d;
+        mamba_head(out + at, state + at * size, x + row * x_row + h * d, step + at, a, b + row * b_row + from,
+                   c + row * c_row + from, skip, h, by_channel, d, size);
     }
 }
 

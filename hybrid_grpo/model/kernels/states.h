@@ -3,23 +3,6 @@
 
 #define WIDEST 512
 
-/* Several rows may hold consecutive tokens of one sequence. Each of them but the first begins with the state that the one
- * before it leaves. next[row] is the row that follows a row, or 0 if none does; in a row that itself follows another, it
- * is the complement of that. Without `next`, no row follows another. */
-static inline int begins(const int64_t *next, int64_t row)
-{
-    return !next || next[row] >= 0;
-}
-
-/* Give the row that follows a row its state of a head, state[rows][heads][size], and return that row; or return 0. */
-static inline int64_t pass_on(float *state, const int64_t *next, int64_t row, int64_t heads, int64_t h, int64_t size)
-{
-    const int64_t to = !next ? 0 : next[row] < 0 ? ~next[row] : next[row];
-    if (to)
-        memcpy(state + (to * heads + h) * size, state + (row * heads + h) * size, size * sizeof(float));
-    return to;
-}
-
 /* out[channels] = the causal convolution over the last `kernel` tokens, whose newest is x; with `silu` behind it.
  * state[channels][kernel] has the tokens before, and then those with x. */
 static inline void conv_row(float *out, const float *x, float *state, const float *weight, const float *bias, int64_t silu,

@@ -2,10 +2,6 @@
 
 Each takes the arguments of the function of transformers with its name, writes the state in place, and returns None
 where the kernel does not support the shapes or types, or differs from torch on the GPU.
-
-With `next_n`, several rows may hold consecutive tokens of one sequence, as drafts do. Each of them but the first begins
-with the state that the one before it leaves. next_n[i] (int64) is the row that follows row i, or 0 if none does; in a
-row that itself follows another, it is the complement (~) of that.
 """
 
 from collections.abc import Callable
@@ -29,8 +25,6 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    *,
-    next_n: Tensor | None = None,
 ) -> Tensor | None:
     """Return the causal convolution of one new token of each sequence, [n, C, 1].
 
@@ -42,11 +36,11 @@ def causal_conv1d_update(
         return None
     x, silu = hidden_states[:, :, 0], _ACTIVATIONS[activation]
     if weight.is_contiguous() and _on_gpu(_convolution_agrees, conv_state, x, weight, bias):
-        return gpu.states.causal_convolution(x, conv_state, weight, bias, silu=silu, next_n=next_n)[:, :, None]
+        return gpu.states.causal_convolution(x, conv_state, weight, bias, silu=silu)[:, :, None]
     if not usable(x) or not _dense(conv_state, weight, bias):
         return None
     out = hidden_states.new_empty(n, 1, channels)
-    run("conv_step", out, x, x.stride(0), conv_state, weight, bias, next_n, silu, n, channels, weight.shape[1])
+    run("conv_step", out, x, x.stride(0), conv_state, weight, bias, silu, n, channels, weight.shape[1])
     return out.transpose(1, 2)
 
 
@@ -59,7 +53,6 @@ def recurrent_delta_rule(
     state: Tensor,
     *,
     unit: bool,
-    next_n: Tensor | None = None,
 ) -> Tensor | None:
     """Return the outputs [n, 1, heads, dv] of one new token of each sequence.
 
@@ -78,14 +71,14 @@ def recurrent_delta_rule(
         return None
     if _on_gpu(_delta_rule_agrees, state, query, key, value, log_decay, beta):
         return gpu.states.delta_rule(
-            query[:, 0], key[:, 0], value[:, 0], log_decay[:, 0], beta[:, 0], state, unit=unit, next_n=next_n
+            query[:, 0], key[:, 0], value[:, 0], log_decay[:, 0], beta[:, 0], state, unit=unit
         )[:, None]
     if not _dense(log_decay, beta, state) or not usable(query, key, value):
         return None
     out = value.new_empty(n, 1, heads, dv)
     strided = (part for tensor in (query, key, value) for part in (tensor, tensor.stride(0)))
     channels = dk if log_decay.dim() == 4 else 1
-    run("delta_step", out, state, *strided, log_decay, beta, next_n, unit, n, heads, key_heads, dk, dv, channels)
+    run("delta_step", out, state, *strided, log_decay, beta, unit, n, heads, key_heads, dk, dv, channels)
     return out
 
 
@@ -97,8 +90,6 @@ def state_space_update(
     b: Tensor,
     c: Tensor,
     skip: Tensor | None,
-    *,
-    next_n: Tensor | None = None,
 ) -> Tensor | None:
     """Return the outputs [n, heads, d] of one new token of each sequence, of Mamba 2 or, with one head, of Mamba 1.
 
@@ -114,11 +105,11 @@ def state_space_update(
     a = a.contiguous() if by_channel else a[:, 0, 0].contiguous()
     skip = None if skip is None else skip.contiguous() if by_channel else skip[:, 0].contiguous()
     if _on_gpu(_update_agrees, state, x, step, a, b, c, skip):
-        return gpu.states.selective_update(state, x, step, a, b, c, skip, next_n=next_n)
+        return gpu.states.selective_update(state, x, step, a, b, c, skip)
     if not _dense(state, step, a, skip) or not usable(x, b, c):
         return None
     out = x.new_empty(n, heads, d)
-    run("mamba_step", out, state, x, x.stride(0), step, a, b, b.stride(0), c, c.stride(0), skip, next_n, by_channel,
+    run("mamba_step", out, state, x, x.stride(0), step, a, b, b.stride(0), c, c.stride(0), skip, by_channel,
         n, heads, d, size, b.shape[1])  # fmt: skip
     return out
 

@@ -189,9 +189,9 @@ def sampling_spans(start: float, engine: "Engine") -> list[Span]:
     ]
 
 
-def measure_sampling(rollout: Rollout, spans: Sequence[Span], held: int, captures: int | None) -> Numbers:
-    """Return metrics of the sampling of a rollout: the number of sampled tokens, of which drafts had `held`, and times
-    from its stages, `spans`. `captures` is the number of decode steps captured as CUDA graphs; None without a GPU."""
+def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:
+    """Return metrics of the sampling of a rollout: the number of sampled tokens, and times from its stages,
+    `spans`. `captures` is the number of decode steps captured as CUDA graphs; None without a GPU."""
     sampled = sum(completion.new_tokens for completion in rollout.completions if not completion.writer)
     seconds = {name: end - begin for name, begin, end in spans}
     return {
@@ -200,7 +200,6 @@ def measure_sampling(rollout: Rollout, spans: Sequence[Span], held: int, capture
         "time/gather_s": (seconds["gather"], 1),
         "time/switch_s": (seconds["gather"] + seconds["release"], 1),
         "completion/sampled_tokens": (sampled, 1),
-        "throughput/draft_frac": (held / max(sampled, 1), sampled),
         **({} if captures is None else {"throughput/graph_captures": (captures, 1)}),
     }
 

@@ -72,42 +72,6 @@ def test_mamba_2(n: int, groups: int, heads: int, d: int, size: int) -> None:
     torch.testing.assert_close(own, state, **CLOSE)
 
 
-NEXT = [4, 6, 0, 0, ~5, ~0, ~0]
-"""Rows 4 and 5 are behind row 0, and row 6 is behind row 1."""
-
-
-@pytest.mark.parametrize("kind", ["convolution", "delta rule", "mamba 1", "mamba 2"])
-def test_rows_behind_others_begin_with_what_those_leave(kind: str) -> None:
-    torch.manual_seed(0)
-    n, heads, d, size = len(NEXT), 3, 8, 20
-    state, x, step = torch.randn(n, heads, d, size), torch.randn(n, heads, size), torch.rand(n, heads, d)
-    if kind == "convolution":
-        state, weight = state[:, :, 0, :4].contiguous(), torch.randn(heads, 4)
-
-    def ran(rows: slice, own: Tensor, next_n: Tensor | None = None) -> Tensor:
-        if kind == "convolution":
-            out = states.causal_conv1d_update(x[rows, :, 0].contiguous()[:, :, None], own, weight, next_n=next_n)
-        elif kind == "delta rule":
-            given = step[rows, None], step[rows, None], x[rows, None], -step[rows, None, :, 0], step[rows, None, :, 1]
-            out = states.recurrent_delta_rule(*given, own, unit=True, next_n=next_n)
-        else:
-            a, skip = -torch.rand(heads, d, size, generator=torch.Generator().manual_seed(1)), torch.ones(heads, d)
-            if kind == "mamba 2":
-                a, skip = a[:, :1, :1].expand(-1, d, size), skip[:, :1].expand(-1, d)
-            given = step[rows], step[rows], a, x[rows, :1], x[rows, 1:2], skip
-            out = states.state_space_update(own, *given, next_n=next_n)
-        assert out is not None
-        return out
-
-    apart = state.clone()
-    expected = []
-    for row, before in enumerate([0, 1, 2, 3, 0, 4, 1]):
-        apart[row] = apart[before]
-        expected.append(ran(slice(row, row + 1), apart[row : row + 1]))
-    out = ran(slice(None), state, torch.tensor(NEXT))
-    assert torch.equal(out, torch.cat(expected)) and torch.equal(state, apart)
-
-
 def test_gated_norm() -> None:
     norm = qwen.Qwen3_5RMSNormGated(24, eps=1e-5)
     torch.nn.init.normal_(norm.weight)

@@ -1,7 +1,7 @@
 """One new token through layers that carry a state, on a GPU: each state is read and written once, in place.
 
 torch computes such a step with a dozen operations on the whole state. The kernels compute in float32, and round where
-transformers' functions do, or less often. For `next_n` see `kernels.states`: a program goes from row to row.
+transformers' functions do, or less often.
 """
 
 import torch
@@ -18,38 +18,16 @@ _STATE = 4096
 
 
 @triton.jit
-def _first(next_n, FOLLOWED: tl.constexpr):
-    """The row that a program begins with; below 0 if that follows another."""
-    row = tl.program_id(0).to(tl.int64)
-    if FOLLOWED:
-        row = tl.where(tl.load(next_n + row) < 0, -1, row)
-    return row
-
-
-@triton.jit
-def _behind(next_n, row, FOLLOWED: tl.constexpr):
-    """The row that follows a row; below 0 if none does."""
-    behind = row * 0 - 1
-    if FOLLOWED:
-        behind = tl.load(next_n + row)
-        behind = tl.where(behind < 0, -1 - behind, behind)
-        behind = tl.where(behind == 0, -1, behind)
-    return behind
-
-
-@triton.jit
 def _convolve(
     out,
     x,
     state,
     weight,
     bias,
-    next_n,
     x_stride,
     channels,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    FOLLOWED: tl.constexpr,
     SIZE: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,27 +37,22 @@ def _convolve(
     there = inside[:, None] & (tap < SIZE)[None, :]
     taps = tl.load(weight + channel[:, None] * SIZE + tap[None, :], mask=there, other=0.0).to(tl.float32)
     window_of = state + channel[:, None].to(tl.int64) * SIZE + tap[None, :]
-    row = _first(next_n, FOLLOWED)
-    before = row
-    while row >= 0:
-        # The window moves by one token.
-        shifted = window_of + before * channels * SIZE + 1
-        window = tl.load(shifted, mask=there & (tap < SIZE - 1)[None, :], other=0.0)
-        new = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
-        window = tl.where((tap == SIZE - 1)[None, :], new[:, None].to(window.dtype), window)
-        # Other threads may still have to read what a thread is about to write, or read it in the next row.
-        tl.debug_barrier()
-        tl.store(window_of + row * channels * SIZE, window, mask=there)
-        tl.debug_barrier()
-        total = tl.sum(window.to(weight.dtype.element_ty).to(tl.float32) * taps, 1)
-        if BIAS:
-            total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-        total = total.to(weight.dtype.element_ty).to(tl.float32)
-        if SILU:
-            total = total / (1.0 + tl.exp(-total))
-        tl.store(out + row * channels + channel, total.to(out.dtype.element_ty), mask=inside)
-        before = row
-        row = _behind(next_n, row, FOLLOWED)
+    row = tl.program_id(0).to(tl.int64)
+    # The window moves by one token.
+    window_of += row * channels * SIZE
+    window = tl.load(window_of + 1, mask=there & (tap < SIZE - 1)[None, :], other=0.0)
+    new = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
+    window = tl.where((tap == SIZE - 1)[None, :], new[:, None].to(window.dtype), window)
+    # Other threads may still have to read what a thread is about to write.
+    tl.debug_barrier()
+    tl.store(window_of, window, mask=there)
+    total = tl.sum(window.to(weight.dtype.element_ty).to(tl.float32) * taps, 1)
+    if BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(weight.dtype.element_ty).to(tl.float32)
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    tl.store(out + row * channels + channel, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -96,7 +69,6 @@ def _delta(
     value,
     log_decay,
     beta,
-    next_n,
     query_stride,
     key_stride,
     value_stride,
@@ -106,7 +78,6 @@ def _delta(
     dv,
     UNIT: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    FOLLOWED: tl.constexpr,
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -115,30 +86,24 @@ def _delta(
     k_at, v_at = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_key, in_value = k_at < dk, v_at < dv
     there = in_key[:, None] & in_value[None, :]
-    row = _first(next_n, FOLLOWED)
-    of_row = state + k_at[:, None] * dv + v_at[None, :]
-    s = tl.load(of_row + (tl.maximum(row, 0) * heads + head) * dk * dv, mask=there, other=0.0).to(tl.float32)
-    while row >= 0:
-        q = tl.load(query + row * query_stride + head // GROUP * dk + k_at, mask=in_key, other=0.0).to(tl.float32)
-        k = tl.load(key + row * key_stride + head // GROUP * dk + k_at, mask=in_key, other=0.0).to(tl.float32)
-        v = tl.load(value + row * value_stride + head * dv + v_at, mask=in_value, other=0.0).to(tl.float32)
-        at = row * heads + head
-        if UNIT:
-            k = _unit(k)
-        if BY_CHANNEL:
-            s *= tl.exp(tl.load(log_decay + at * dk + k_at, mask=in_key, other=0.0).to(tl.float32))[:, None]
-        else:
-            s *= tl.exp(tl.load(log_decay + at).to(tl.float32))
-        change = (v - tl.sum(s * k[:, None], 0)) * tl.load(beta + at).to(tl.float32)
-        s += k[:, None] * change[None, :]
-        tl.store(of_row + at * dk * dv, s.to(state.dtype.element_ty), mask=there)
-        if UNIT:
-            q = _unit(q)
-        result = tl.sum(s * (q * scale)[:, None], 0)
-        tl.store(out + at * dv + v_at, result.to(out.dtype.element_ty), mask=in_value)
-        # What comes next reads the state as it is stored.
-        s = s.to(state.dtype.element_ty).to(tl.float32)
-        row = _behind(next_n, row, FOLLOWED)
+    row = tl.program_id(0).to(tl.int64)
+    at = row * heads + head
+    own = state + at * dk * dv + k_at[:, None] * dv + v_at[None, :]
+    s = tl.load(own, mask=there, other=0.0).to(tl.float32)
+    q = tl.load(query + row * query_stride + head // GROUP * dk + k_at, mask=in_key, other=0.0).to(tl.float32)
+    k = tl.load(key + row * key_stride + head // GROUP * dk + k_at, mask=in_key, other=0.0).to(tl.float32)
+    v = tl.load(value + row * value_stride + head * dv + v_at, mask=in_value, other=0.0).to(tl.float32)
+    if UNIT:
+        q, k = _unit(q), _unit(k)
+    if BY_CHANNEL:
+        s *= tl.exp(tl.load(log_decay + at * dk + k_at, mask=in_key, other=0.0).to(tl.float32))[:, None]
+    else:
+        s *= tl.exp(tl.load(log_decay + at).to(tl.float32))
+    change = (v - tl.sum(s * k[:, None], 0)) * tl.load(beta + at).to(tl.float32)
+    s += k[:, None] * change[None, :]
+    tl.store(own, s.to(state.dtype.element_ty), mask=there)
+    result = tl.sum(s * (q * scale)[:, None], 0)
+    tl.store(out + at * dv + v_at, result.to(out.dtype.element_ty), mask=in_value)
 
 
 @triton.jit
@@ -151,7 +116,6 @@ def _mamba(
     b,
     c,
     skip,
-    next_n,
     x_stride,
     b_stride,
     c_stride,
@@ -160,7 +124,6 @@ def _mamba(
     size,
     SKIP: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    FOLLOWED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -169,31 +132,27 @@ def _mamba(
     channel, number = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     inside, of_state = channel < d, number < size
     there = inside[:, None] & of_state[None, :]
-    row = _first(next_n, FOLLOWED)
-    of_row = state + channel[:, None] * size + number[None, :]
-    s = tl.load(of_row + (tl.maximum(row, 0) * heads + head) * d * size, mask=there, other=0.0).to(tl.float32)
-    while row >= 0:
-        at = (row * heads + head) * d + channel
-        dt = tl.load(step + at, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(x + row * x_stride + head * d + channel, mask=inside, other=0.0).to(tl.float32)
-        into = tl.load(b + row * b_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
-        from_ = tl.load(c + row * c_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
-        if BY_CHANNEL:
-            rate = tl.load(a + (head * d + channel)[:, None] * size + number[None, :], mask=there, other=0.0)
-            s *= tl.exp(dt[:, None] * rate.to(tl.float32))
-        else:
-            s *= tl.exp(dt * tl.load(a + head).to(tl.float32))[:, None]
-        s += (dt * value)[:, None] * into[None, :]
-        tl.store(of_row + (row * heads + head) * d * size, s.to(state.dtype.element_ty), mask=there)
-        result = tl.sum(s * from_[None, :], 1)
-        if SKIP and BY_CHANNEL:
-            result += value * tl.load(skip + head * d + channel, mask=inside, other=0.0).to(tl.float32)
-        elif SKIP:
-            result += value * tl.load(skip + head).to(tl.float32)
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
-        # What comes next reads the state as it is stored.
-        s = s.to(state.dtype.element_ty).to(tl.float32)
-        row = _behind(next_n, row, FOLLOWED)
+    row = tl.program_id(0).to(tl.int64)
+    at = (row * heads + head) * d + channel
+    own = state + at[:, None] * size + number[None, :]
+    s = tl.load(own, mask=there, other=0.0).to(tl.float32)
+    dt = tl.load(step + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + head * d + channel, mask=inside, other=0.0).to(tl.float32)
+    into = tl.load(b + row * b_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
+    from_ = tl.load(c + row * c_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
+    if BY_CHANNEL:
+        rate = tl.load(a + (head * d + channel)[:, None] * size + number[None, :], mask=there, other=0.0)
+        s *= tl.exp(dt[:, None] * rate.to(tl.float32))
+    else:
+        s *= tl.exp(dt * tl.load(a + head).to(tl.float32))[:, None]
+    s += (dt * value)[:, None] * into[None, :]
+    tl.store(own, s.to(state.dtype.element_ty), mask=there)
+    result = tl.sum(s * from_[None, :], 1)
+    if SKIP and BY_CHANNEL:
+        result += value * tl.load(skip + head * d + channel, mask=inside, other=0.0).to(tl.float32)
+    elif SKIP:
+        result += value * tl.load(skip + head).to(tl.float32)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 def _part(numbers: int, most: int) -> int:
@@ -201,9 +160,7 @@ def _part(numbers: int, most: int) -> int:
     return max(1, min(triton.next_power_of_2(most), _STATE // numbers))
 
 
-def causal_convolution(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool, next_n: Tensor | None = None
-) -> Tensor:
+def causal_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
     """Return the causal convolution of one new token of each sequence, [n, C].
 
     Args: x: [n, C]; state: [n, C, K], contiguous, the last K tokens, which move on; weight: [C, K]; bias: [C].
@@ -214,8 +171,8 @@ def causal_convolution(
         _convolve,
         (n, triton.cdiv(channels, _CHANNELS)),
         *(out, x, state, weight, weight if bias is None else bias),
-        *(state if next_n is None else next_n, x.stride(0), channels),
-        **{"BIAS": bias is not None, "SILU": silu, "FOLLOWED": next_n is not None},
+        *(x.stride(0), channels),
+        **{"BIAS": bias is not None, "SILU": silu},
         **{"SIZE": size, "TAPS": triton.next_power_of_2(size)},
         BLOCK=_CHANNELS,
     )
@@ -231,7 +188,6 @@ def delta_rule(
     state: Tensor,
     *,
     unit: bool,
-    next_n: Tensor | None = None,
 ) -> Tensor:
     """Return the outputs of one new token of each sequence, [n, heads, dv], of a gated delta rule (arXiv:2412.06464).
 
@@ -248,9 +204,9 @@ def delta_rule(
     launch(
         _delta,
         (n, heads, triton.cdiv(dv, values)),
-        *(out, state, query, key, value, log_decay, beta, state if next_n is None else next_n),
+        *(out, state, query, key, value, log_decay, beta),
         *(query.stride(0), key.stride(0), value.stride(0), dk**-0.5, heads, dk, dv),
-        **{"UNIT": unit, "BY_CHANNEL": log_decay.dim() == 3, "FOLLOWED": next_n is not None},
+        **{"UNIT": unit, "BY_CHANNEL": log_decay.dim() == 3},
         **{"GROUP": heads // key_heads, "KEYS": keys, "VALUES": values},
     )
     return out
@@ -264,8 +220,6 @@ def selective_update(
     b: Tensor,
     c: Tensor,
     skip: Tensor | None,
-    *,
-    next_n: Tensor | None = None,
 ) -> Tensor:
     """Return the outputs of one new token of each sequence, [n, heads, d], of Mamba 2 (arXiv:2405.21060), or of Mamba 1
     (arXiv:2312.00752).
@@ -282,9 +236,9 @@ def selective_update(
     launch(
         _mamba,
         (n, heads, triton.cdiv(d, rows)),
-        *(out, state, x, step, a, b, c, a if skip is None else skip, state if next_n is None else next_n),
+        *(out, state, x, step, a, b, c, a if skip is None else skip),
         *(x.stride(0), b.stride(0), c.stride(0), heads, d, size),
-        **{"SKIP": skip is not None, "BY_CHANNEL": a.dim() == 3, "FOLLOWED": next_n is not None},
+        **{"SKIP": skip is not None, "BY_CHANNEL": a.dim() == 3},
         **{"GROUP": heads // groups, "ROWS": rows, "SIZE": numbers},
     )
     return out

@@ -51,25 +51,6 @@ def apart(generator, dtype, n, *widths):
     return mixed.split(widths, dim=-1)
 
 
-def in_turn(rng, n, state, step):
-    """Draw which rows are behind others, as those of drafts. Return `next_n`, or None, and what each row should give,
-    with its state: `step` returns both for the rows of a slice and their states."""
-    heads = rng.randint(1, n)
-    nexts, last, found = [0] * heads, list(range(heads)), []
-    for row in range(n):
-        own = state[row : row + 1]
-        if row >= heads:
-            before = rng.choice(last)
-            last[last.index(before)] = row
-            nexts[before] = ~row if before >= heads else row
-            nexts.append(~0)
-            own = found[before][1].to(state.dtype)
-        found.append(step(slice(row, row + 1), own))
-    none = heads == n and rng.random() < 0.5
-    outs, states_after = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return None if none else torch.tensor(nexts, device=DEVICE), outs, states_after
-
-
 @pytest.mark.parametrize("case", cases())
 def test_convolution(case, seeded):
     rng, generator = seeded(case)
@@ -83,12 +64,8 @@ def test_convolution(case, seeded):
     )
     x, more = x.transpose(1, 2), (weight, rng.choice([None, bias]), rng.choice([None, "silu"]))
 
-    def step(rows, own):
-        out, (_, window, *_) = exactly(qwen.causal_conv1d_update, x[rows], own, *more)
-        return out, window
-
-    next_n, expected, windows = in_turn(rng, n, state, step)
-    out = states.causal_conv1d_update(x, state, *more, next_n=next_n)
+    expected, (_, windows, *_) = exactly(qwen.causal_conv1d_update, x, state, *more)
+    out = states.causal_conv1d_update(x, state, *more)
     assert out.shape == (n, channels, 1) and torch.equal(state.double(), windows) and torch.equal(pool[n:], behind)
     assert_close(out, expected, 8)
 
@@ -108,13 +85,9 @@ def test_delta_rule(case, seeded):
     state, behind = pool[:n], pool[n:].clone()
     rule = kimi.recurrent_kimi_delta_attention if by_channel else qwen.torch_recurrent_gated_delta_rule
 
-    def step(rows, own):
-        given = query[rows], key[rows], value[rows]
-        named = {"g": log_decay[rows], "beta": beta[rows], "initial_state": own, "output_final_state": True}
-        return exactly(rule, *given, **named, use_qk_l2norm_in_kernel=True)[0]
-
-    next_n, expected, after = in_turn(rng, n, state, step)
-    out = states.recurrent_delta_rule(query, key, value, log_decay, beta, state, unit=True, next_n=next_n)
+    named = {"g": log_decay, "beta": beta, "initial_state": state, "output_final_state": True}
+    (expected, after), _ = exactly(rule, query, key, value, **named, use_qk_l2norm_in_kernel=True)
+    out = states.recurrent_delta_rule(query, key, value, log_decay, beta, state, unit=True)
     assert out.dtype == dtype and torch.equal(pool[n:], behind)
     assert_close(out, expected, 2 if dtype != torch.float32 else 100)
     assert_close(state, after, 100)
@@ -131,12 +104,7 @@ def test_mamba_1(case, seeded):
     pool = torch.randn(n + 1, channels, size, generator=generator).to(DEVICE)
     state, behind = pool[:n], pool[n:].clone()
 
-    def update(rows, own):
-        given = own, x[rows], step[rows], a, b[rows], c[rows], skip
-        out, (after, *_) = exactly(jamba.mamba_selective_state_update, *given)
-        return out, after
-
-    next_n, expected, after = in_turn(rng, n, state, update)
+    expected, (after, *_) = exactly(jamba.mamba_selective_state_update, state, x, step, a, b, c, skip)
     given = (
         state[:, None],
         x[:, None],
@@ -146,7 +114,7 @@ def test_mamba_1(case, seeded):
         c[:, None],
         skip if skip is None else skip[None],
     )
-    out = states.state_space_update(*given, next_n=next_n)[:, 0]
+    out = states.state_space_update(*given)[:, 0]
     assert out.dtype == dtype and torch.equal(pool[n:], behind)
     assert_close(out, expected, 2 if dtype != torch.float32 else 100)
     assert_close(state, after, 100)
@@ -171,14 +139,8 @@ def test_mamba_2(case, seeded):
     pool = torch.randn(n + 1, heads, d, size, generator=generator).to(DEVICE)
     state, behind = pool[:n], pool[n:].clone()
 
-    def update(rows, own):
-        out, (after, *_) = exactly(
-            bamba.mamba2_selective_state_update, own, x[rows], step[rows], a, b[rows], c[rows], skip
-        )
-        return out, after
-
-    next_n, expected, after = in_turn(rng, n, state, update)
-    out = states.state_space_update(state, x, step, a, b, c, skip, next_n=next_n)
+    expected, (after, *_) = exactly(bamba.mamba2_selective_state_update, state, x, step, a, b, c, skip)
+    out = states.state_space_update(state, x, step, a, b, c, skip)
     assert out.dtype == dtype and torch.equal(pool[n:], behind)
     assert_close(out, expected, 2 if dtype != torch.float32 else 100)
     assert_close(state, after, 100)
