@@ -70,15 +70,16 @@ class CpuStep:
         self._vocabulary, hidden = head.weight.shape
         d, inner = attention.head_dim, len(base.layers[0].mlp.up_proj.weight)
         heads, kv, gated = attention.o_proj.in_features // d, len(attention.k_proj.weight) // d, is_gated(attention)
-        delta = next((_delta_sizes(layer.linear_attn) for layer in base.layers if has_delta(layer)), (0,) * 5)
+        deltas = (_delta_sizes(layer.linear_attn) for layer in base.layers if has_delta(layer))
+        delta_heads, key_heads, dk, dv, kernel = next(deltas, (0,) * 5)
         self._rope = self._rope_of(1)
+        weights = base.embed_tokens.weight, base.norm.weight, head.weight, head.bias
         self._model = _Model(
-            *_addresses(base.embed_tokens.weight, base.norm.weight, head.weight, head.bias),
-            ctypes.addressof(self._layers),
-            *(len(base.layers), self._vocabulary, hidden, heads, kv, d, inner, cache.page),
-            *(self._rope.shape[1] // 2, gated, *delta, epsilon_of(base.norm), norm_offset(base.norm)),
-        )
-        delta_heads, key_heads, dk, dv, _ = delta
+            *_addresses(*weights), ctypes.addressof(self._layers), len(base.layers), vocabulary=self._vocabulary,
+            hidden=hidden, heads=heads, kv=kv, d=d, inner=inner, page=cache.page, rotated=self._rope.shape[1] // 2,
+            gated=gated, delta_heads=delta_heads, delta_key_heads=key_heads, dk=dk, dv=dv, kernel=kernel,
+            epsilon=epsilon_of(base.norm), offset=norm_offset(base.norm),
+        )  # fmt: skip
         mixer = heads * d * (2 + gated) + 2 * kv * d
         of_delta = 4 * key_heads * dk + 4 * delta_heads * dv + 2 * delta_heads
         self._row = 2 * hidden + 2 * inner + max(mixer, of_delta)

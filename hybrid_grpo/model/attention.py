@@ -257,8 +257,17 @@ class _VarlenWithSinks(torch.autograd.Function):
         # No dropout, so no random state.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         gradients = varlen_backward()(
-            *(dout.contiguous(), query, key, value, out, lse_HN, *ctx.ragged),
-            *(ctx.window == (-1, 0), state, ctx.scale, list(ctx.window)),
+            dout.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            lse_HN,
+            *ctx.ragged,
+            ctx.window == (-1, 0),
+            state,
+            ctx.scale,
+            list(ctx.window),
         )
         return *gradients, None, None, None, None, None, None, sink_gradient(dout, out, lse_HN.T, sinks)
 

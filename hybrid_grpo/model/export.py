@@ -42,8 +42,12 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """
     tokenizer.save_pretrained(folder)
     names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
-    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     for name in sorted(names) if tokenizer.name_or_path else ():
-        source = cached_file(tokenizer.name_or_path, name, **quietly)
+        source = cached_file(
+            tokenizer.name_or_path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
         if source is not None:
             shutil.copyfile(source, folder / name)

@@ -36,9 +36,14 @@ def draw_curves(lines: list[Line]) -> str | None:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    sizes = {"columns": _COLUMNS, "width": _WIDTH, "height": _HEIGHT}
-    ends = {"first": lines[0]["step"], "last": lines[-1]["step"]}
-    return environment.get_template("curves.svg.j2").render(panels=panels, **ends, **sizes)
+    return environment.get_template("curves.svg.j2").render(
+        panels=panels,
+        first=lines[0]["step"],
+        last=lines[-1]["step"],
+        columns=_COLUMNS,
+        width=_WIDTH,
+        height=_HEIGHT,
+    )
 
 
 def _panel(chart: Chart, lines: list[Line], steps: Column) -> dict[str, Any]:

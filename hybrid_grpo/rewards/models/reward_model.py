@@ -305,8 +305,10 @@ def reward_model(
 
     The settings are those of docs/rewards/models.md. Raises ValueError like `RewardModel` and `RewardModel.row`.
     """
-    values = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
-    held_model = _held(checked_settings(RewardModelSettings, *values))
+    settings = checked_settings(
+        RewardModelSettings, model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage
+    )
+    held_model = _held(settings)
     asked = zip(prompts, completion_texts(completions), prompt_images or [()] * len(prompts), strict=True)
     rows = [held_model.row(prompt, completion, pictures) for prompt, completion, pictures in asked]
     if log_extra is not None and any(cut for _, cut in rows):
