@@ -49,8 +49,9 @@ setup(
         "wandb>=0.24",
     ],
     extras_require={
-        "clean": ["ftfy>=6.3", "py3langid>=0.3", "rensa>=0.5"],
         "flash": ["flash-attn>=2.7"],
+        # The reward same_language classifies texts with it.
+        "language": ["py3langid>=0.3"],
         # Kernels for Gated DeltaNet and KDA on a GPU, in Triton; transformers takes them where they are installed.
         "linear-attention": ["flash-linear-attention>=0.5"],
         "lora": ["peft>=0.21"],
@@ -59,7 +60,6 @@ setup(
         # SmolVLM's processor spells numbers.
         "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
         "dev": [
-            "ftfy>=6.3",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "ipykernel>=6.29",
@@ -72,7 +72,6 @@ setup(
             "py3langid>=0.3",
             "pytest>=8.2",
             "pytest-xdist>=3.8",
-            "rensa>=0.5",
             "ruff>=0.11",
             # torch's builds for GPUs bring it; elsewhere its interpreter runs the kernels.
             "triton>=3.5; sys_platform == 'linux'",

@@ -20,7 +20,6 @@ if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "hybrid-grpo":
 
 from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, RunStopped, UserError, refuse
-from hybrid_grpo.config.features import feature_commands
 from hybrid_grpo.run.launchers import adopt_rank
 from hybrid_grpo.run.stopping.status import own_status, set_own_status, shared_status
 from hybrid_grpo.run.stopping.watcher import watched
@@ -38,11 +37,10 @@ COMMANDS = {
     "publish": "the trained model of a run with a model card, on the Hugging Face hub or in a folder",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
     "chat": "a conversation with a model, a run or an adapter in the terminal",
-    "replay-step": "repeat a step of a run, and show what the loss saw of every token",
     "score": "try reward functions on a file of completions, or on the rollouts of a run",
     "serve-reward": "reward functions as an HTTP service for other machines",
 }
-"""Descriptions of the core's commands by name; features add their own (config/features.py)."""
+"""What each command does, by its name."""
 
 _GRACE_SECONDS = 3.0
 
@@ -52,11 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help", *arguments[2:]]
-    commands = {name: (f"hybrid_grpo.commands.{name.replace('-', '_')}", what) for name, what in COMMANDS.items()}
-    commands |= feature_commands()
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: hybrid-grpo COMMAND [options]; `hybrid-grpo COMMAND --help` lists the options\n")
-        print("\n".join(f"  {name:14} {what}" for name, (_, what) in commands.items()))
+        print("\n".join(f"  {name:14} {what}" for name, what in COMMANDS.items()))
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"hybrid-grpo {__version__}")
@@ -69,10 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
                 f"the deepspeed launcher added {argument}, which is not a setting: start it with --no_local_rank, as in"
                 " deepspeed --no_local_rank --module hybrid_grpo train ...",
             )
-        if command not in commands:
-            raise UserError(f"there is no command {command}; the commands are {', '.join(commands)}")
+        if command not in COMMANDS:
+            raise UserError(f"there is no command {command}; the commands are {', '.join(COMMANDS)}")
         adopt_rank()
-        importlib.import_module(commands[command][0]).run(rest)
+        importlib.import_module(f"hybrid_grpo.commands.{command.replace('-', '_')}").run(rest)
     except RunInterrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"hybrid-grpo: {stop}", file=sys.stderr, flush=True)
@@ -109,7 +105,7 @@ def entry() -> NoReturn:
         os.environ.setdefault("TQDM_DISABLE", "1")
     with suppress(UserError):
         adopt_rank()
-    if sys.argv[1:2] in (["train"], ["sft"], ["reward"], ["eval"], ["replay-step"]) and sys.platform == "linux":
+    if sys.argv[1:2] in (["train"], ["sft"], ["reward"], ["eval"]) and sys.platform == "linux":
         # Off until the engine starts: looking for garbage takes a seventh of the time that imports take.
         gc.disable()
         watched(main)

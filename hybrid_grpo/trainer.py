@@ -106,8 +106,8 @@ class Trainer(Stage):
 
     def learn(self, rollout: Rollout, scores: Scores) -> None:
         """Train the policy on a rollout and its scores, on the ranks that its groups are assigned to."""
-        self.assignment = self.assigned(rollout, scores)
-        trained, trained_scores = self.assignment.scatter(rollout, scores)
+        assignment = self.assigned(rollout, scores)
+        trained, trained_scores = assignment.scatter(rollout, scores)
         self.policy.register_images(trained)
         old = self.old_policy(trained)
         ref_logp_BT = self.reference_logprobs(trained)
@@ -122,7 +122,7 @@ class Trainer(Stage):
         signals = Signals(logp_BT, old.logp_BT, ref_logp_BT, advantages_BT, is_old_BT, drifts_BT)
         with self.meter.time("time/train_s"):
             self.improve(trained, signals)
-        advantages_BT = self.assignment.gather_tokens(advantages_BT, trained, rollout)
+        advantages_BT = assignment.gather_tokens(advantages_BT, trained, rollout)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.last_advantages_BT = advantages_BT
 
@@ -296,7 +296,6 @@ class Trainer(Stage):
                     controller.add(numbers)
                 tokens = len(batch.micro.target_N) if batch.micro.rows else 0
                 self.meter.update(numbers | {"policy/no_gradient_frac": (float(not batch.has_gradient), tokens)})
-                self.trace.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))

@@ -8,7 +8,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 _HELP = """usage: hybrid-grpo clean RUN [RUN ...]
 
 Remove the checkpoints of finished runs, with the states of their optimizers. The trained models, metrics and rollouts
-stay. A cleaned run can be neither resumed for more steps nor replayed."""
+stay. A cleaned run cannot be resumed for more steps."""
 
 
 def run(arguments: list[str]) -> None:

@@ -204,37 +204,6 @@ class ScoreConfig(RecipeReader):
 
 
 @dataclass(frozen=True, config=SECTION)
-class ReplayOptionsConfig:
-    """What is computed again, and where the result is written."""
-
-    completions: Literal["again", "saved"] = "again"
-    """`again` samples the completions again and calls tools; `saved` takes the completions that the run saved, for
-    example because tools would give different answers now."""
-    rewards: Literal["again", "saved"] = "again"
-    """`again` calls the reward functions; `saved` uses the rewards that they returned in the run."""
-    out: Text | None = None
-    """Folder for the result, which replaces an earlier result of this step. Default: `replay` in the run's folder."""
-
-
-@dataclass(frozen=True, config=SECTION)
-class ReplayConfig(TrainConfig):
-    """Repeat step STEP of the run in the folder RUN from the checkpoint before it, compare the result with what the run
-    saved, and show token by token what the loss saw. The settings are the run's own. Settings of `grpo`, `rewards` and
-    `scoring` can be changed for this step alone, to see what difference they make. The run's files are only read."""
-
-    replay: ReplayOptionsConfig = field(default_factory=ReplayOptionsConfig)
-
-    @model_validator(mode="after")
-    def _check_replay(self) -> ReplayConfig:
-        refuse(
-            bool(self.rollout.environment) and (self.replay.completions, self.replay.rewards) == ("saved", "again"),
-            "replay.completions saved runs no environments, from which rollout.environment takes rewards: set"
-            " replay.rewards to saved, or replay.completions to again",
-        )
-        return self
-
-
-@dataclass(frozen=True, config=SECTION)
 class PublishConfig:
     """Publish the trained model of RUN, the folder of a run of any stage, with a model card that is made from the run:
     evaluation, curves, data, objective, versions, and the settings that reproduce it."""

@@ -88,9 +88,9 @@ class DataConfig:
     does not read is refused."""
     max_prompt_tokens: Annotated[Count, About(in_plan=2)] = 512
     """Maximum number of tokens of a prompt."""
-    over_long: Annotated[Literal["drop", "refuse"], About(unused_by="chat score data")] = "drop"
+    over_long: Annotated[Literal["drop", "refuse"], About(unused_by="chat score")] = "drop"
     """What to do with prompts of more than `max_prompt_tokens`: drop and count them, or stop."""
-    shuffle: Annotated[Switch, About(unused_by="eval generate chat score data")] = True
+    shuffle: Annotated[Switch, About(unused_by="eval generate chat score")] = True
     """Draw prompts in a seeded random order, a new one every epoch."""
     limit: Annotated[Count | None, About(unused_by="eval chat")] = None
     """Read only this many rows from the start of the training split."""

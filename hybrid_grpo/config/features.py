@@ -1,10 +1,10 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
-A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core. A
-feature that takes part in training has a section in `TrainConfig`, and also in the configurations of `sft` and `reward`
-if it needs no rollouts. What it does in a run is a `Feature` (run/feature.py), which its section names and `load`
-imports once a run starts: settings are read, checked and explained without torch, and a resumed run compares them,
-while the work of a feature holds models. A feature can also add a command to the command line.
+A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core:
+it has a section in `TrainConfig`, and also in the configurations of `sft` and `reward` if it needs no rollouts. What it
+does in a run is a `Feature` (run/feature.py), which its section names and `load` imports once a run starts: settings
+are read, checked and explained without torch, and a resumed run compares them, while the work of a feature holds
+models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ REGISTERED: tuple[str, ...] = (
     "teacher:TeacherConfig",
     "guests:GuestsConfig",
     "curriculum:CurriculumConfig",
-    "cleaning:CleanConfig",
     "average:AverageConfig",
 )
 """Folder and settings class of each feature, in the order in which features are called."""
@@ -50,7 +49,7 @@ class FeatureConfig:
     """
 
     section = ""
-    """Name of the section in a recipe; empty if the feature takes no part in training."""
+    """Name of the section in a recipe, and of the feature's folder."""
     needs_rollouts = True
     """Whether the feature takes part only in `train`, and not in `sft` and `reward`."""
     feature = ""
@@ -58,9 +57,6 @@ class FeatureConfig:
     takes no part in steps."""
     page = ""
     """Path of the feature's page in the documentation."""
-    command = "", ""
-    """Name of the command that the feature adds (`run` in its `command.py`), and one line that says what it does; empty
-    if it adds none."""
     method = ""
     """What papers call training with this feature, if not GRPO. Such a feature needs a setting `enabled`, and its
     advantages replace the group-relative ones."""
@@ -137,23 +133,9 @@ class FeatureConfig:
 
 @functools.cache
 def registered() -> dict[str, type[FeatureConfig]]:
-    """Return the settings class of every registered feature, keyed by the feature's folder."""
+    """Return the settings class of every registered feature, keyed by its folder, which is named like its section."""
     entries = [entry.split(":") for entry in REGISTERED]
     return {folder: getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), cls) for folder, cls in entries}
-
-
-def feature_sections() -> dict[str, type[FeatureConfig]]:
-    """Return the settings classes of the features that take part in training, keyed by section name."""
-    return {settings.section: settings for settings in registered().values() if settings.section}
-
-
-def feature_commands() -> dict[str, tuple[str, str]]:
-    """Return the module and the summary of every command that a feature adds, keyed by the command's name."""
-    return {
-        settings.command[0]: (f"hybrid_grpo.features.{folder}.command", settings.command[1])
-        for folder, settings in registered().items()
-        if settings.command[0]
-    }
 
 
 def feature_folders() -> list[Path]:
@@ -164,7 +146,7 @@ def feature_folders() -> list[Path]:
 def with_feature_sections(cls: ClassT, *, needs_rollouts: bool) -> ClassT:
     """Class decorator, applied before `dataclass`: adds a field for the section of every feature that needs rollouts,
     or of every one that does not."""
-    for name, settings in feature_sections().items():
+    for name, settings in registered().items():
         if settings.needs_rollouts == needs_rollouts:
             cls.__annotations__[name] = settings
             setattr(cls, name, field(default_factory=settings))

@@ -16,7 +16,7 @@ from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import HOME, SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
 
 _Decay = Annotated[Number, Ge(0), Lt(1)]
-_LOADING = About(unused_by="score data", may_change=True)
+_LOADING = About(unused_by="score", may_change=True)
 """Marks settings that only loading a model needs."""
 
 
@@ -24,10 +24,10 @@ _LOADING = About(unused_by="score data", may_change=True)
 class PolicyConfig:
     """The model that is trained and its optimizer."""
 
-    about = About(unused_by="eval generate chat score data", rank=9)
+    about = About(unused_by="eval generate chat score", rank=9)
     model: Annotated[str, HOME, About(usual=1, in_eval=1, in_plan=1, unused_by="", rank=0, is_place=True)] = ""
     """Folder or hub name of the initial model and its tokenizer."""
-    dtype: Annotated[Literal["bfloat16", "float32"], About(usual=4, in_eval=5, in_plan=1, unused_by="score data")] = (
+    dtype: Annotated[Literal["bfloat16", "float32"], About(usual=4, in_eval=5, in_plan=1, unused_by="score")] = (
         "bfloat16"
     )
     """Data type of the weights in forward and backward passes. The optimizer always keeps float32 weights."""

@@ -95,7 +95,7 @@ def _value(name: str, hint: Any, rest: list[str]) -> str:
 def _recipe(cls: Any, file: str) -> Settings:
     path = Path(file).expanduser()
     recipe = read_recipe(path, cls)
-    if issubclass(cls, RecipeReader) or "replay" in fields_of(cls):  # commands on runs; `train` reads the files anew
+    if issubclass(cls, RecipeReader):  # of a run, perhaps; `train` reads the files anew
         recipe = with_kept_code(recipe, path.parent)
     for section in fields_of(cls).keys() & recipe.keys() - {"rewards", "features"}:
         has_settings = isinstance(recipe[section], dict)

@@ -13,7 +13,7 @@ from hybrid_grpo.config.alarms import AlarmsConfig, GuardConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
-from hybrid_grpo.config.features import FeatureConfig, FeatureList, feature_sections, with_feature_sections
+from hybrid_grpo.config.features import FeatureConfig, FeatureList, registered, with_feature_sections
 from hybrid_grpo.config.fields import SECTION
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
@@ -47,7 +47,7 @@ class ModelRunConfig:
     @property
     def feature_configs(self) -> list[FeatureConfig]:
         """The sections of the features that the command has, whether they are on or off."""
-        return [getattr(self, name) for name in feature_sections() if hasattr(self, name)]
+        return [getattr(self, name) for name in registered() if hasattr(self, name)]
 
     @property
     def active_features(self) -> list[FeatureConfig]:

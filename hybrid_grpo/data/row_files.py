@@ -19,18 +19,18 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_CELL = 1 << 30
 
 
-def file_rows(path: Path, setting: str, *, any_letters: bool = False) -> Iterator[Row]:
-    """Yield the rows of a file. For `any_letters` see `Source`. Raises UserError, which begins with `setting`, if the
-    file is of another kind, or damaged."""
+def file_rows(path: Path, setting: str) -> Iterator[Row]:
+    """Yield the rows of a file. Raises UserError, which begins with `setting`, if the file is of another kind, or
+    damaged."""
     where, kind = f"{setting} {path}", path.suffix.lower()
     with path.open("rb") as file:
         begin = file.read(80)
     refuse(begin.startswith(_POINTER), f"{where} is a Git LFS pointer in place of the file: run git lfs pull")
     if kind in _JSON and begin.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        yield from _array_rows(path.read_bytes(), where, any_letters)
+        yield from _array_rows(path.read_bytes(), where)
     elif kind in _JSON:
         with path.open("rb") as file:
-            yield from (row for _, row in json_rows(file, where, any_letters=any_letters))
+            yield from (row for _, row in json_rows(file, where))
     elif kind == ".parquet":
         yield from _parquet_rows(path)
     elif kind in (".csv", ".tsv"):
@@ -39,18 +39,16 @@ def file_rows(path: Path, setting: str, *, any_letters: bool = False) -> Iterato
         raise UserError(f"{where} is neither JSONL, a JSON array, CSV nor parquet: convert it to one of them")
 
 
-def json_rows(
-    lines: Iterable[bytes], where: str, text_column: str | None = None, *, any_letters: bool = False
-) -> Iterator[tuple[int, Row]]:
-    """Yield the number of each non-blank line, counted from 1, and its JSON object. For the other arguments see
-    `Source`. Raises UserError, which names `where` and the number, if a line is not an object."""
+def json_rows(lines: Iterable[bytes], where: str, text_column: str | None = None) -> Iterator[tuple[int, Row]]:
+    """Yield the number of each non-blank line, counted from 1, and its JSON object. For `text_column` see `Source`.
+    Raises UserError, which names `where` and the number, if a line is not an object."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             text = line.decode("utf-8-sig")
             is_json = text_column is None or text.startswith("{")
-            row = _parsed(text, any_letters) if is_json else {str(text_column): text.rstrip("\r\n")}
+            row = _parsed(text) if is_json else {str(text_column): text.rstrip("\r\n")}
         except (ValueError, RecursionError) as error:
             way_out = "write one object per line"
             if text_column is not None:
@@ -60,16 +58,16 @@ def json_rows(
         yield number, row
 
 
-def _parsed(text: str, any_letters: bool) -> Any:
+def _parsed(text: str) -> Any:
     value = json.loads(text)
-    if not any_letters and ("\\ud" in text or "\\uD" in text):
+    if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()  # raises for one half of a surrogate pair
     return value
 
 
-def _array_rows(file: bytes, where: str, any_letters: bool) -> list[Row]:
+def _array_rows(file: bytes, where: str) -> list[Row]:
     try:
-        rows: list[Row] = _parsed(file.decode("utf-8-sig"), any_letters)
+        rows: list[Row] = _parsed(file.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{where} begins as an array and is not JSON ({error}): write an array of objects, or one object per line"

@@ -5,7 +5,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -42,8 +42,6 @@ class Source:
     """Lines of standard input, read instead of `path`."""
     text_column: str | None = None
     """Lines that do not begin with `{` are text for this column. Default: every line is JSON."""
-    any_letters: bool = False
-    """Whether JSON lines may contain halves of surrogate pairs, which tokenizers refuse."""
 
     @property
     def origin(self) -> str:
@@ -67,7 +65,7 @@ class Source:
     def rows_of(self, files: Iterable[str]) -> Iterator[Row]:
         """Yield the rows of files, one file after the other."""
         for file in files:
-            yield from file_rows(Path(file), self.path_setting, any_letters=self.any_letters)
+            yield from file_rows(Path(file), self.path_setting)
 
     def __str__(self) -> str:
         name = self.origin if self.subset is None else f"{self.origin} ({self.subset})"
@@ -118,22 +116,17 @@ def read_rows(source: Source, config: DataConfig | None = None) -> list[Row]:
     ones with the columns that `config` names (see `shape_of`). Raises UserError if the source cannot be reached or
     read, has no such split or no rows, or a row cannot be converted.
     """
-    rows = source_rows(source)
-    read = reader_of(source, config, rows)
-    return _same_columns([read(number, row) for number, row in enumerate(rows)])
-
-
-def reader_of(source: Source, config: DataConfig | None, rows: list[Row]) -> Callable[[int, Row], Row]:
-    """Return the function that converts a row, given its number; see `read_rows`."""
+    rows = _unconverted_rows(source)
     if source.task is not None:
-        return row_reader(load_task(source.task).row, f"data.task {source.task}", str(source))
-    if config is None:
-        return lambda _, row: row
-    return row_reader(shape_of(config, rows[0]), f"data.prompt_column {config.prompt_column}", str(source))
+        convert = row_reader(load_task(source.task).row, f"data.task {source.task}", str(source))
+    elif config is not None:
+        convert = row_reader(shape_of(config, rows[0]), f"data.prompt_column {config.prompt_column}", str(source))
+    else:
+        return rows
+    return _same_columns([convert(number, row) for number, row in enumerate(rows)])
 
 
-def source_rows(source: Source) -> list[Row]:
-    """Return all rows of the source as they are before they are converted; see `read_rows`."""
+def _unconverted_rows(source: Source) -> list[Row]:
     if source.task is None or source.path != "":
         return _same_columns(_read(source))
     refuse(source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out")

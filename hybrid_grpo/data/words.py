@@ -1,4 +1,4 @@
-"""The words by which texts are compared, and the language that they are of."""
+"""The words of a text, and the language that they are of."""
 
 import re
 from functools import lru_cache
@@ -8,25 +8,17 @@ from hybrid_grpo.data.overlap import normalized
 
 _UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 """Letters of scripts without spaces between words; each letter counts as a word."""
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[-+*/=<>^%]")
-"""Arithmetic signs count as words. Brackets and punctuation do not, or a formula would have very many words."""
-
-
-def words(text: str) -> list[str]:
-    """Return the normalized words and arithmetic signs of a text."""
-    return _WORD.findall(normalized(text))
-
-
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _LEAST_WORDS, _MOST_LETTERS = 8, 4000
 """How few words do not tell a language, and how much of a text is looked at."""
 
 
 def language(text: str) -> str | None:
     """Return the ISO 639-1 code of the most likely language of a text, by its first 4,000 letters; None if it has too
-    few words, not counting formulas and numbers. Needs py3langid (the extra `clean`)."""
+    few words, not counting formulas and numbers. Needs py3langid (the extra `language`)."""
     import py3langid
 
-    of_letters = [word for word in words(text[:_MOST_LETTERS]) if word.isalpha()]
+    of_letters = [word for word in _WORD.findall(normalized(text[:_MOST_LETTERS])) if word.isalpha()]
     return str(py3langid.classify(" ".join(of_letters))[0]) if len(of_letters) >= _LEAST_WORDS else None
 
 

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
 from hybrid_grpo.config import LogConfig
-from hybrid_grpo.data.batch import TrainBatch
 from hybrid_grpo.distributed.ranks import world_size
 from hybrid_grpo.generation import Timeline
 from hybrid_grpo.records.metrics.meter import Span
@@ -34,9 +31,6 @@ class StepTrace:
         """Add the timeline of a rollout, which is None if nothing was decoded."""
         if timeline is not None:
             self._timelines.append(timeline)
-
-    def learned(self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor) -> None:
-        """Called with each micro-batch that was trained on, for recorders that derive from this class."""
 
     def own(self, spans: Sequence[Span]) -> dict[str, Any] | None:
         """Return this rank's part of the ended step's trace, for `trace_line`; None if nothing is collected. `spans`

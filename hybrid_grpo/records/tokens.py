@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.episodes import PLACE
 from hybrid_grpo.model.sidecars import find
 from hybrid_grpo.model.support import SamplingMask
@@ -130,15 +129,3 @@ def write_table(path: Path, table: pa.Table) -> None:
     out = pa.BufferOutputStream()
     parquet.write_table(table, out, compression="zstd")
     replace_bytes(path, out.getvalue())
-
-
-def read_tokens(path: Path) -> list[dict[str, Any]]:
-    """Return the completions in a file, in row order. Raise UserError if the file cannot be read."""
-    try:
-        table = parquet.read_table(path)
-        missing = [name for name in SCHEMA.names if name not in table.column_names]
-        if missing:
-            raise UserError(f"{path} lacks the column {missing[0]}, which a run writes: remove the file")
-        return list(table.to_pylist())
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): remove the file") from None

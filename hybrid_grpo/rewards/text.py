@@ -132,7 +132,7 @@ def same_language(
 
     The prompt's language is the column `language`, an ISO 639-1 code such as en, de or zh (EN and en-US are en), or is
     detected like that of the completion, from the last message of a user. Texts of fewer than 8 words, not counting
-    formulas and numbers, tell none. Needs py3langid (the extra `clean`). Raises ValueError if `language` is no code.
+    formulas and numbers, tell none. Needs py3langid (the extra `language`). Raises ValueError if `language` is no code.
     """
     given = language or [None] * len(prompts)
     wanted = [

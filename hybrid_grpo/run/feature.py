@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -105,12 +104,6 @@ class Feature:
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         self.config, self.plan, self.inputs = config, plan, inputs
-
-    def with_config(self, config: TrainConfig, inputs: RunInputs) -> Feature:
-        """Return a copy in the current state, with the same models, to replay a step with other settings."""
-        other = copy(self)
-        other.config, other.inputs = config, inputs
-        return other
 
     @property
     def state(self) -> Stateful | None:

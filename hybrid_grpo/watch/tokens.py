@@ -1,5 +1,5 @@
-"""Reads the tokens of saved completions, with what was recorded about each, from the parquet files of rollouts/ and
-replay/, one completion at a time."""
+"""Reads the tokens of saved completions, with what was recorded about each, from the parquet files of rollouts/, one
+completion at a time."""
 
 from pathlib import Path
 
@@ -8,8 +8,6 @@ from hybrid_grpo.records.json_lines import Record
 
 SAMPLED = ("logp", "advantage")
 """Numbers that a run records for each token with its rollouts."""
-REPLAYED = ("old_logp", "new_logp", "ref_logp", "kl", "ratio", "entropy", "clipped", "correction", "weight")
-"""Numbers that a replay of the step adds for each token, from the last pass over the rollout."""
 
 
 def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record | None:
@@ -19,34 +17,23 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
     must equal the recorded number. The result has `pieces` (the text of each sampled token), `ids`, `given` (texts that
     were not sampled, each with the number of tokens before it) and `measures`: lists as long as `pieces`, by name.
     """
-    found = _read(_path(folder, "rollouts", step), row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
+    path = folder / "rollouts" / f"step_{step:06d}.parquet"
+    found = _read(path, row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
     if not found or found.get("sample", sample) != sample or found.get("pieces") is None:
         return None
     pieces = found["pieces"]
-    ids = found.get("token_ids") or []
-    replayed = _read(_path(folder, "replay", step), row, ("token_ids", *REPLAYED)) or {}
-    if replayed.get("token_ids", ids) != ids:  # of another completion: the step has been run again
-        replayed = {}
-    measures = {name: values for name, values in (found | replayed).items() if name in (*SAMPLED, *REPLAYED)}
+    measured = {name: found[name] for name in SAMPLED if found.get(name) is not None}
     return {
         "pieces": pieces,
-        "ids": ids,
+        "ids": found.get("token_ids") or [],
         "given": found.get("given") or [],
-        "measures": {
-            name: json_safe(values)
-            for name, values in measures.items()
-            if values is not None and len(values) == len(pieces)
-        },
+        "measures": {name: json_safe(values) for name, values in measured.items() if len(values) == len(pieces)},
     }
 
 
-def _path(folder: Path, kind: str, step: int) -> Path:
-    return folder / kind / f"step_{step:06d}.parquet"
-
-
 def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
-    """Return the last row of a parquet file whose column `row` equals `row`, with those of `columns` that the file has;
-    None if there is no such row, or the file is missing or not written completely."""
+    """Return the row of a parquet file whose column `row` equals `row`, with those of `columns` that the file has; None
+    if there is no such row, or the file is missing or not written completely."""
     import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
 
     try:
@@ -54,5 +41,4 @@ def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
         rows = pyarrow.parquet.read_table(path, columns=present, filters=[("row", "=", row)]).to_pylist()
     except (OSError, pyarrow.lib.ArrowException):
         return None
-    found: list[Record] = rows[-1:]
-    return found[0] if found else None
+    return rows[0] if rows else None

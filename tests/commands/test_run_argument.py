@@ -6,7 +6,7 @@ import yaml
 from hybrid_grpo.__main__ import main
 from hybrid_grpo.commands import eval as evaluation
 from hybrid_grpo.commands import generate
-from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ReplayConfig, ScoreConfig
+from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig
 from hybrid_grpo.commands.run_argument import options_of_run
 from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
@@ -53,7 +53,7 @@ def test_a_run_keeps_the_files_of_its_rewards(tmp_path, monkeypatch):
     keep_code(yaml.safe_load(given.yaml), run)
     (tmp_path / "mine").rename(tmp_path / "moved")
     monkeypatch.chdir("/")
-    for cls in (ScoreConfig, EvaluateConfig, ReplayConfig):
+    for cls in (ScoreConfig, EvaluateConfig):
         kept, other = parse(cls, ["--config", str(run / "config.yaml")], "command").config.rewards
         assert import_object(kept.function, "rewards")([]) == 0.5 and other.function == "exact_match"
     assert parse(TrainConfig, ["--config", str(run / "config.yaml")], "train").config.rewards == given.config.rewards

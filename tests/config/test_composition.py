@@ -64,4 +64,4 @@ def test_a_command_has_the_settings_that_it_needs() -> None:
     assert not {"grpo", "checkpoint", "engine", "lora", "guard"} & {name for cls in READERS for name in fields_of(cls)}
     names = {name for cls in (TrainConfig, SftConfig, RewardStageConfig) for name in setting_names(cls)}
     marked = {command for name in names for command in (about(name).unused_by or "").split()}
-    assert marked <= {"data", "plan", *(cls.command for cls in READERS)}
+    assert marked <= {"plan", *(cls.command for cls in READERS)}

@@ -5,9 +5,8 @@ import shutil
 
 import forks
 import pytest
+from pyarrow import parquet
 from seeing import make_task
-
-from hybrid_grpo.records.tokens import read_tokens
 
 SETTINGS = {
     **{"policy.dtype": "float32", "policy.lr": 1e-3, "engine.zero_stage": 3, "log.wandb": "disabled"},
@@ -83,7 +82,7 @@ def test_one_rank_and_two_sample_and_learn_the_same_also_where_one_has_no_pictur
         assert a["parity/logp_abs_diff_mean"] < 1e-5, "the sampler is the trainer"
         for name in ("policy/loss", "policy/grad_norm", "policy/kl"):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6)
-    sampled = [read_tokens(folder / f"runs/of{n}/rollouts/step_000004.parquet") for n in (1, 2)]
+    sampled = [parquet.read_table(folder / f"runs/of{n}/rollouts/step_000004.parquet").to_pylist() for n in (1, 2)]
     one, two = (sorted((row["prompt_ids"], row["token_ids"]) for row in rows) for rows in sampled)
     assert one == two
 
@@ -150,7 +149,7 @@ def test_environments_see_and_show_pictures_in_prompts_and_between_turns(folder)
     assert last["pictures"][-1]["name"] == "of the answer to turn 2"
     copies = {path.name for path in (folder / "runs/looks2/pictures").iterdir()}
     assert {picture["file"] for row in rows for picture in row["pictures"]} <= copies
-    read = read_tokens(folder / "runs/looks2/rollouts/step_000001.parquet")
+    read = parquet.read_table(folder / "runs/looks2/rollouts/step_000001.parquet").to_pylist()
     said = [part["text"] for row in read for part in row["given"]]
     assert len(said) == sum(turns) and all(text.count("\ufffc") == 1 for text in said)
 

@@ -102,15 +102,11 @@ def make_settings(folder: Path) -> None:
         "copyrun/rollouts/step_copy.jsonl": "{}\n",
         "listrun/metrics.jsonl": "[1]\n",
         "emptyrun/metrics.jsonl": "",
-        "sftrun/config.yaml": "sft: {batch_size: 4}\n",
-        "sftrun/metrics.jsonl": '{"step": 1}\n',
-        "oldrun/metrics.jsonl": '{"step": 1}\n{"step": 2, "policy/skipped_update": 1.0}\n',
     }
     for name, content in files.items():
         write(folder / name, content)
     os.mkfifo(folder / "pipe.jsonl")
     (folder / "loop.jsonl").symlink_to("loop.jsonl")
-    (folder / "oldrun/config.yaml").symlink_to("../train.yaml")
 
 
 def make_loaded(folder: Path) -> None:

@@ -40,24 +40,6 @@ def test_numbers_are_the_recorded_ones_to_the_bit(tmp_path: Path, row_group: int
     assert empty is not None and empty["pieces"] == []
 
 
-def test_what_a_replay_adds_is_there_only_for_the_same_tokens(tmp_path: Path) -> None:
-    replay = tmp_path / "replay/step_000003.parquet"
-    write(tmp_path / "rollouts/step_000003.parquet")
-    added = {"ratio": [[1.0, float("nan"), 1.2], [1.0, 1.0], []], "clipped": [[False, True, False], [True] * 2, []]}
-    write(replay, **added)
-    record = read_tokens(tmp_path, 3, 0, 0)
-    assert record is not None
-    assert record["measures"]["ratio"] == [1.0, None, 1.2]
-    assert record["measures"]["clipped"] == [False, True, False]
-    passes = {name: [*lists, [1.5] * 3] for name, lists in added.items() if name == "ratio"}
-    write(replay, **{name: [*values, values[0]] for name, values in columns().items()}, **passes)
-    record = read_tokens(tmp_path, 3, 0, 0)
-    assert record is not None and record["measures"]["ratio"] == [1.5] * 3, "of the last pass over the rollout"
-    write(replay, **added, token_ids=[[5, 7, 0], [8, 0], []])
-    record = read_tokens(tmp_path, 3, 0, 0)
-    assert record is not None and set(record["measures"]) == {"logp", "advantage"}
-
-
 def test_nothing_where_there_is_no_whole_file_or_another_completion(tmp_path: Path) -> None:
     path = tmp_path / "rollouts/step_000003.parquet"
     assert read_tokens(tmp_path, 3, 0, 0) is None

@@ -20,7 +20,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, to_dict
 from hybrid_grpo.config.composition import about
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.features import feature_sections
+from hybrid_grpo.config.features import registered
 from hybrid_grpo.config.recipes import Dumper, read_recipe
 from hybrid_grpo.config.sources import looks_like_path
 from hybrid_grpo.config.tasks import READY_MADE, ready_made_settings
@@ -98,7 +98,7 @@ class TrainedRun:
     @cached_property
     def stage(self) -> tuple[str, str, Any]:
         """Command, method and configuration class of the run's training stage."""
-        for name, feature in feature_sections().items():
+        for name, feature in registered().items():
             if feature.method and self.settings.get(name, {}).get("enabled"):
                 return "train", feature.method, TrainConfig
         for section, stage in _STAGES.items():

@@ -3,43 +3,20 @@ import { el } from "./dom.js";
 import { facts, hideTip, showTip } from "./tip.js";
 
 const SURPRISING = 5;
-const largest = (values, least = 0) => Math.max(least, ...values.map(value => Math.abs(value ?? 0)));
 const digits = value => (value === null || value === undefined ? "none" : String(+value.toPrecision(6)));
 
 // Scales: `share` is from -1 to 1, 0 without a color; `ends` say what the ends of the colors are.
-const rising = values => {
-  const top = largest(values) || 1;
-  return { share: value => value / top, ends: ["0", digits(top)] };
-};
 const signed = values => {
-  const top = largest(values) || 1;
+  const top = Math.max(...values.map(value => Math.abs(value ?? 0))) || 1;
   return { share: value => value / top, ends: [digits(-top), digits(top)] };
-};
-const ratios = values => {
-  const top = largest(
-    values.map(value => Math.log(value || 1)),
-    Math.log(1.2),
-  );
-  return { share: value => Math.log(value || 1) / top, ends: [digits(Math.exp(-top)), digits(Math.exp(top))] };
 };
 const surprise = () => ({ share: value => Math.min(1, -value / SURPRISING), ends: ["0", `−${SURPRISING} or less`] });
 const doubt = () => ({ share: value => 1 - value, ends: ["1", "0"] });
-const sides = () => ({ share: Number, ends: ["from below", "from above"] });
-const SIDES = { "-1": "from below", 0: "no", 1: "from above" };
 
 const MEASURES = {
   logp: ["log-prob", surprise, "Log-probability of the token when it was sampled, in nats."],
   probability: ["probability", doubt, "Probability of the token when it was sampled."],
   advantage: ["advantage", signed, "Advantage of the token: above 0 it is made more likely."],
-  entropy: ["entropy", rising, "Entropy of the policy before the token, in nats."],
-  old_logp: ["log-prob before", surprise, "Log-probability that the ratio is relative to, in nats."],
-  new_logp: ["log-prob in training", surprise, "Log-probability when the loss was computed, in nats."],
-  ref_logp: ["log-prob of the reference", surprise, "Log-probability by the reference, in nats."],
-  ratio: ["ratio", ratios, "Probability when the loss was computed over that before: 1 is no change."],
-  clipped: ["clipped", sides, "Whether the ratio was clipped, so that the token gave no gradient."],
-  kl: ["KL", rising, "Estimate of the KL divergence from the reference, in nats."],
-  correction: ["sampler correction", ratios, "Factor for the gap between sampler and training; 1 without one."],
-  weight: ["weight in the loss", rising, "Weight of the token in the sum that is the loss."],
 };
 let measure = "logp";
 
@@ -97,11 +74,7 @@ export function xray(record) {
       span.style.setProperty("--share", `${Math.round(100 * Math.min(1, Math.abs(part)))}%`);
       span.classList.toggle("below", part < 0);
     }
-    legend.replaceChildren(
-      ends[0],
-      el("i", { class: [signed, ratios, sides].includes(scale) ? "both" : "one" }),
-      ends[1],
-    );
+    legend.replaceChildren(ends[0], el("i", { class: scale === signed ? "both" : "one" }), ends[1]);
     meaning.textContent = words;
   }
 
@@ -123,10 +96,7 @@ export function xray(record) {
       facts(JSON.stringify(record.pieces[at]), [
         ["token", `${at + 1} of ${spans.length}`],
         ...(id === undefined ? [] : [["id", String(id)]]),
-        ...names.map(name => [
-          MEASURES[name][0],
-          name === "clipped" ? (SIDES[Number(numbers[name][at])] ?? "none") : digits(numbers[name][at]),
-        ]),
+        ...names.map(name => [MEASURES[name][0], digits(numbers[name][at])]),
       ]),
     );
   }

@@ -9,7 +9,6 @@ from typing import Any
 from rank_programs import made, main, restore, save
 
 import hybrid_grpo as hg
-from hybrid_grpo.commands.replay_step import run as replay_step
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.features.guests.settings import GuestsConfig
@@ -109,11 +108,6 @@ def one(folder: Path) -> dict[str, Any]:
     lines = (run.folder / "rollouts/step_000002.jsonl").read_text().splitlines()
     seen["writers"] = [json.loads(line).get("writer") for line in lines]
     seen["report"] = "Ratio of the policy to guests" in (run.folder / "report.html").read_text()
-    seen["losses"] = []
-    for number, bounds in enumerate(([], ["--grpo.epsilon_low=1e-4", "--grpo.epsilon_high=1e-4"])):
-        replay_step([str(run.folder), "1", f"--replay.out={folder}/again{number}", *bounds])
-        summary = json.loads((folder / f"again{number}/step_000001.json").read_text())
-        seen["losses"].append(summary["numbers"]["policy/loss"])
     return seen
 
 
