@@ -93,7 +93,7 @@ class Trainer(Stage):
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""
         with self.meter.time("time/step_s"):
             rollout, scores = self.collect(step)
-            if not self.skips(step, lambda: self.numbers_of(rollout, scores)):
+            if not self.skips(lambda: self.numbers_of(rollout, scores)):
                 self.learn(rollout, scores)
             self.refresh_reference(step)
         self.measure(rollout, scores)

@@ -21,7 +21,7 @@ from hybrid_grpo.commands.configs import EvaluateConfig
 from hybrid_grpo.commands.run_argument import is_run
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.records.console import make_console
+from hybrid_grpo.records.console import make_console, make_table
 from hybrid_grpo.records.files import json_lines
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _plain(low: float, high: float) -> list[float] | None:
 
 
 def _table(measured: Measured, intervals: dict[str, list[float] | None]) -> Table:
-    table = _columns("number", "mean over prompts", "95 % interval", "standard error", "prompts")
+    table = make_table("number", ["mean over prompts", "95 % interval", "standard error", "prompts"])
     for name, of_prompts in measured.by_prompt.items():
         stage, _, number = name.rpartition("/")
         error = measured.values.get(f"{stage}/stderr") if number == "accuracy" else None
@@ -198,19 +198,11 @@ def _table(measured: Measured, intervals: dict[str, list[float] | None]) -> Tabl
 
 
 def _comparison_table(one: Measured, other: Measured, compared: dict[str, Comparison]) -> Table:
-    table = _columns("number", "model", "against", "difference", "95 % interval", "p", "prompts")
+    table = make_table("number", ["model", "against", "difference", "95 % interval", "p", "prompts"])
     for name, c in compared.items():
         mine, theirs = (f"{measured.values[name]:.3f}" for measured in (one, other))
         gap, interval = f"{c.difference:+.3f}", _bounds(_plain(c.low, c.high))
         table.add_row(name.removeprefix("eval/"), mine, theirs, gap, interval, f"{c.p:.4f}", f"{c.prompts:,}")
-    return table
-
-
-def _columns(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", overflow="fold")
     return table
 
 

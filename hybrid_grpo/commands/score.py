@@ -22,7 +22,7 @@ from hybrid_grpo.commands.checks import check_score
 from hybrid_grpo.commands.configs import ScoreConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.records.console import make_console
+from hybrid_grpo.records.console import make_console, make_table
 from hybrid_grpo.records.files import json_lines, reader_may_leave, rollout_files
 
 if TYPE_CHECKING:
@@ -223,10 +223,7 @@ def _compared(before: list[float | None], now: list[float], threshold: float) ->
 
 def _table(columns: dict[str, dict[str, Any]]) -> Table:
     """Return a table with one column for every record and one row for every key that occurs in a record."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", overflow="fold")
+    table = make_table("", columns)
     for key in dict.fromkeys(key for column in columns.values() for key in column):
         table.add_row(key.replace("_", " "), *(_shown(column.get(key)) for column in columns.values()))
     return table

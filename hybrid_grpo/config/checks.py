@@ -92,7 +92,6 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Return the batch equation of a training run. Raises UserError if the run cannot work on this machine."""
-    _check_features(config, world_size)
     _check_training(config, world_size)
     check_best(config, check_held_out(config))
     return batch_plan(config, world_size)
@@ -128,20 +127,20 @@ def check_held_out(config: EvaluationConfig) -> list[HeldOut]:
 
 def check_sft(config: SftConfig, world_size: int) -> None:
     """Raise UserError if a supervised run cannot work on this machine with this number of ranks."""
-    _check_features(config, world_size)
     _check_training(config, world_size)
     refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
 
 
 def check_reward(config: RewardStageConfig, world_size: int) -> None:
     """Raise UserError if a reward model run cannot work on this machine with this number of ranks."""
-    _check_features(config, world_size)
     _check_training(config, world_size)
     refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 
 
 def _check_training(config: ModelRunConfig, world_size: int) -> None:
-    """Raise UserError if what all training stages need is missing: model, packages, run folder, data or checkpoint."""
+    """Raise UserError if what all training stages need is missing: model, packages, run folder, data or checkpoint; or
+    what their features need."""
+    _check_features(config, world_size)
     check_policy(config.policy)
     rank = config.lora.rank
     refuse(
@@ -155,7 +154,7 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
     )
     _check_run_folder(config.run.dir)
     config.engine.check(world_size)
-    check_data(config.data)
+    _check_data(config.data)
     resume = config.run.resume
     refuse(
         resume not in ("auto", "never") and not Path(resume).is_dir(),
@@ -180,7 +179,7 @@ def _check_run_folder(folder: str) -> None:
         raise UserError(f"run.dir {folder}: no folder can be made there: {error.strerror}: give another") from None
 
 
-def check_data(data: DataConfig) -> None:
+def _check_data(data: DataConfig) -> None:
     """Raise UserError if a source of rows is missing or empty. A task without a path makes its own rows."""
     for source in data.mixture:
         if source.task is None or source.path != "":

@@ -14,13 +14,13 @@ def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
     with pictures, the pictures must be the same."""
 
     def compared(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
-        return without_punctuation(plain_text(prompt.text)), tuple(picture.key for picture in prompt.pictures)
+        return _without_punctuation(_plain_text(prompt.text)), tuple(picture.key for picture in prompt.pictures)
 
     trained = set(map(compared, training))
     return sum(compared(prompt) in trained for prompt in held_out)
 
 
-def plain_text(prompt: str | list[Message]) -> str:
+def _plain_text(prompt: str | list[Message]) -> str:
     """Return the text of a prompt, one message after the other, without system messages, which many prompts share."""
     if isinstance(prompt, str):
         return prompt
@@ -32,7 +32,7 @@ def normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
-def without_punctuation(text: str) -> str:
+def _without_punctuation(text: str) -> str:
     """Return the normalized text without punctuation. Other symbols are kept: (2 + 3) * 4 is not 2 + 3 * 4."""
     return _PUNCTUATION.sub(" ", normalized(text)).strip()
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from html import escape
@@ -17,6 +17,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 WIDTH = 80
@@ -51,6 +52,15 @@ def is_plain() -> bool:
 def make_console(**options: Any) -> Console:
     """Return a console of rich, without bold type and bars if the terminal is plain."""
     return Console(force_terminal=False if is_plain() else None, **options)
+
+
+def make_table(first: str, others: Iterable[str]) -> Table:
+    """Return a table without rows, of a column of names, whose title is `first`, and columns of numbers."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
 
 
 class Display(Protocol):

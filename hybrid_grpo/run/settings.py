@@ -37,7 +37,7 @@ def identity(config: ModelRunConfig, inputs: dict[str, str], rollbacks: int) -> 
     """Return, as JSON, what decides which completions a step samples: settings and input fingerprints that must not
     change, and the number of rollbacks. The code of rewards is left out: a fix of it leaves completions valid."""
     settings = settings_of(config)
-    bound = {name: value for name, value in settings.items() if not _is_free(name, config, [settings])}
+    bound = {name: value for name, value in settings.items() if not is_free(name, config, [settings])}
     inputs = {name: value for name, value in inputs.items() if not name.startswith(REWARDS)}
     return json.dumps([bound, inputs, rollbacks], sort_keys=True)
 
@@ -54,12 +54,9 @@ def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
     }
 
 
-def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
-    """Return whether a setting may differ from its value in a checkpoint with the settings `saved`; see `About`."""
-    return _is_free(setting, config, [settings_of(config), saved or {}])
-
-
-def _is_free(setting: str, config: ModelRunConfig, each: list[dict[str, Any]]) -> bool:
+def is_free(setting: str, config: ModelRunConfig, each: list[dict[str, Any]]) -> bool:
+    """Return whether a setting of `config` may change when a run resumes; see `About`. `each` has the settings of the
+    run, of now and of the checkpoint, since what alarms do in either of them binds the settings of alarms."""
     if setting.startswith("alarms.") and any(_acts(settings.get(setting)) for settings in each):
         return False
     if setting in _OF_ROLL_BACKS and any(_rolls_back(settings) for settings in each):

@@ -98,11 +98,11 @@ class Stage:
         for feature in self.features if result.applied else ():
             feature.stepped()
 
-    def skips(self, step: int, measure: Callable[[], Numbers]) -> bool:
-        """Return whether alarms skip the update of a step; `measure` returns its rollout's metrics. Collective."""
+    def skips(self, measure: Callable[[], Numbers]) -> bool:
+        """Return whether alarms skip the step's update; `measure` returns the metrics of its rollout. Collective."""
         if not self._may_skip:
             return False
-        skips = self.alarms.skips(step, self.meter.reduced(measure()))
+        skips = self.alarms.skips(self.meter.reduced(measure()))
         self.meter.add("policy/skipped_update", float(skips))
         return skips
 

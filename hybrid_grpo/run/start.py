@@ -13,7 +13,7 @@ from hybrid_grpo.run.fingerprints import CODE
 from hybrid_grpo.run.folder import say
 from hybrid_grpo.run.saving.checkpoints import Checkpoint, Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged
-from hybrid_grpo.run.settings import changes, is_free
+from hybrid_grpo.run.settings import changes, is_free, settings_of
 
 _ANOTHER = "another --run.name"
 
@@ -109,7 +109,8 @@ def _checked_changes(config: ModelRunConfig, checkpoint: Checkpoint, inputs: dic
     manifest = checkpoint.manifest
     changed = changes(manifest.settings, config)
     others = [name for name in inputs if name in manifest.inputs and inputs[name] != manifest.inputs[name]]
-    bound = [text for name, text in changed.items() if not is_free(name, config, manifest.settings)]
+    each = [settings_of(config), manifest.settings]
+    bound = [text for name, text in changed.items() if not is_free(name, config, each)]
     for what, names, were in (
         ("settings that affect what is learned", bound, "set them as they were"),
         ("inputs", [name for name in others if not name.startswith(CODE)], "put them back as they were"),

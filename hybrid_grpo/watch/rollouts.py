@@ -14,12 +14,10 @@ from hybrid_grpo.records.files import as_json
 from hybrid_grpo.records.json_lines import parse, read_lines
 
 SHOWN = 200
-"""Maximum number of characters that the list shows of a prompt or completion."""
+"""Maximum number of characters that the list shows of a text, such as a prompt."""
 ORDERS = ("reward", "advantage", "length")
 """Numbers by which completions may be ordered; without one, the newest come first."""
 _OF_GROUP = ("step", "prompt_id", "prompt", "sample", "completion", "messages", "length", "finish", "writer")
-_LETTERS = 200
-"""Maximum number of characters that the list shows of other text, such as `finish`."""
 
 
 @dataclass(frozen=True)
@@ -244,4 +242,4 @@ def number(value: Any) -> float | None:
 
 
 def _brief(value: Any) -> str | float | None:
-    return value[:_LETTERS] if isinstance(value, str) else number(value)
+    return value[:SHOWN] if isinstance(value, str) else number(value)

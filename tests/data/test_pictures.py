@@ -19,9 +19,9 @@ from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.data.pictures import ImageStore, given_pictures, placed
 from hybrid_grpo.data.prompts import read_prompts
-from hybrid_grpo.data.words import last_asked
 from hybrid_grpo.model.loading import load_config, load_tokenizer
 from hybrid_grpo.model.visual_tokens import keys_of
+from hybrid_grpo.rewards.text import last_asked
 
 WHITE = Image.new("RGB", (12, 8), "white")
 

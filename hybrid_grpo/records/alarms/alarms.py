@@ -107,7 +107,7 @@ class Alarms:
         """Whether any alarm has the action `skip`, which skips the update of a step."""
         return any(limit.action == "skip" for limit in self._limits.values())
 
-    def skips(self, step: int, values: dict[str, float]) -> bool:
+    def skips(self, values: dict[str, float]) -> bool:
         """Return whether the update of a step must be skipped, given the metrics that are known before the update."""
         limits = {name: self._limits[name] for name in self._bad_signs(self._signs(values))}
         return any(

@@ -21,6 +21,9 @@ Floats = NDArray[np.float64]
 
 RESAMPLES = 10_000
 """Number of resamples in a bootstrap or a test."""
+_SEED = 0
+_TAIL = (1 - 0.95) / 2
+"""Probability beyond each end of an interval."""
 _EXACT_PROMPTS = 13
 """Up to this number of prompts, a test tries all choices of signs, since there are fewer of them than RESAMPLES."""
 _DRAWN_AT_ONCE = 2**22
@@ -101,8 +104,8 @@ def standard_error(value_P: Any) -> float:
     return float(value_P.std(ddof=1) / math.sqrt(len(value_P))) if len(value_P) > 1 else math.nan
 
 
-def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Return a confidence interval of the mean over prompts; NaN if all values are equal.
+def interval(value_P: Any) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the mean over prompts; NaN if all values are equal.
 
     The method is a bootstrap over prompts (Efron, 1979), with percentiles widened for few prompts (Hesterberg,
     arXiv:1411.5279, section 3.3).
@@ -110,18 +113,18 @@ def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, f
     value_P = np.asarray(value_P, dtype=np.float64)
     if np.all(value_P == value_P[0]):
         return math.nan, math.nan
-    tail = _widened((1 - level) / 2, len(value_P))
-    low, high = np.quantile(_resampled_means(value_P, seed), [tail, 1 - tail])
+    tail = _widened(_TAIL, len(value_P))
+    low, high = np.quantile(_resampled_means(value_P), [tail, 1 - tail])
     return float(low), float(high)
 
 
-def share_interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+def share_interval(value_P: Any) -> tuple[float, float]:
     """Like `interval`, for values from 0 to 1. If all are 0 or all are 1, the exact bound of Clopper and Pearson (1934)
     is used, since the interval would otherwise have no width."""
     value_P = np.asarray(value_P, dtype=np.float64)
     if np.ptp(value_P) or value_P[0] not in (0.0, 1.0):
-        return interval(value_P, level, seed)
-    bound = ((1 - level) / 2) ** (1 / len(value_P))
+        return interval(value_P)
+    bound = _TAIL ** (1 / len(value_P))
     return (bound, 1.0) if value_P[0] else (0.0, 1 - bound)
 
 
@@ -134,9 +137,9 @@ def _widened(tail: float, count: int) -> float:
     return normal.cdf(math.sqrt(count / freedom) * quantile)
 
 
-def _resampled_means(value_P: Floats, seed: int) -> Floats:
+def _resampled_means(value_P: Floats) -> Floats:
     """Return the means of RESAMPLES bootstrap samples, which are drawn as counts of the distinct values."""
-    random, count = np.random.default_rng(seed), len(value_P)
+    random, count = np.random.default_rng(_SEED), len(value_P)
     value_u, occurs_u = np.unique(value_P, return_counts=True)
     draws = (random.multinomial(count, occurs_u / count, size) @ value_u for size in _portions(len(value_u)))
     return np.concatenate(list(draws)) / count
@@ -162,24 +165,22 @@ class Comparison:
     """Probability of a difference at least this large if both models were equally good."""
 
 
-def compare(one_P: Any, other_P: Any, seed: int = 0) -> Comparison:
+def compare(one_P: Any, other_P: Any) -> Comparison:
     """Compare two models on the same prompts, in the same order, by one number per prompt.
 
     The interval is a bootstrap over prompts. p comes from the two-sided permutation test that swaps the models prompt
     by prompt (Fisher, 1935): in all ways if there are few prompts, otherwise in RESAMPLES random ways.
     """
     gap_P = np.asarray(one_P, dtype=np.float64) - np.asarray(other_P, dtype=np.float64)
-    return Comparison(
-        float(gap_P.mean()), *interval(gap_P, seed=seed), len(gap_P), _exchange_p(gap_P[gap_P != 0], seed)
-    )
+    return Comparison(float(gap_P.mean()), *interval(gap_P), len(gap_P), _exchange_p(gap_P[gap_P != 0]))
 
 
-def _exchange_p(gap_P: Floats, seed: int) -> float:
+def _exchange_p(gap_P: Floats) -> float:
     count = len(gap_P)
     if count <= _EXACT_PROMPTS:
         signs = (np.arange(2**count)[:, None] >> np.arange(count) & 1) * 2.0 - 1.0
         return float(np.mean(_as_large(signs @ gap_P, gap_P)))
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(_SEED)
     sums = (random.choice([-1.0, 1.0], (size, count)) @ gap_P for size in _portions(count))
     hits = sum(int(_as_large(sum_r, gap_P).sum()) for sum_r in sums)
     # Swapping nothing is one of the resamples, so that p is never 0.

@@ -226,7 +226,7 @@ def test_what_is_bad_before_the_update_is_not_learned_from():
     steps = [dead, dead, dead, HEALTHY, dead]
     skipped = []
     for step, values in enumerate(steps):
-        skipped.append(skipping.skips(step, dict(values)))
+        skipped.append(skipping.skips(dict(values)))
         skipping.watch(step, dict(values))
     assert skipped == [False, True, True, False, False]
 
