@@ -154,7 +154,7 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
     )
     _check_run_folder(config.run.dir)
     config.engine.check(world_size)
-    _check_data(config.data)
+    check_data(config.data)
     resume = config.run.resume
     refuse(
         resume not in ("auto", "never") and not Path(resume).is_dir(),
@@ -179,7 +179,7 @@ def _check_run_folder(folder: str) -> None:
         raise UserError(f"run.dir {folder}: no folder can be made there: {error.strerror}: give another") from None
 
 
-def _check_data(data: DataConfig) -> None:
+def check_data(data: DataConfig) -> None:
     """Raise UserError if a source of rows is missing or empty. A task without a path makes its own rows."""
     for source in data.mixture:
         if source.task is None or source.path != "":

@@ -8,7 +8,7 @@ and the modules whose memory use they estimate.
 from hybrid_grpo.generation.journal import Journal, complete_rest
 from hybrid_grpo.generation.loop import Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
-from hybrid_grpo.generation.sequence import Callbacks, OnFinish, OnStep, OnToken, Request, ShouldStop, Turns
+from hybrid_grpo.generation.sequence import Callbacks, OnFinish, OnStep, Request, ShouldStop, Turns
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 
@@ -18,7 +18,6 @@ __all__ = [
     "Journal",
     "OnFinish",
     "OnStep",
-    "OnToken",
     "Request",
     "Sampling",
     "ShouldStop",

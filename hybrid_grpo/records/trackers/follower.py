@@ -29,6 +29,7 @@ LIMIT_SECONDS = 90.0
 """The longest that one action of wandb may take before it counts as hanging."""
 FAILED = 3
 """Exit status after a failure that was reported."""
+OFF = "WARNING: wandb is off for the rest of this run"
 
 
 class _Follower:
@@ -47,7 +48,7 @@ class _Follower:
         try:
             with self._within("starting"):
                 tracker = WandbTracker(folder, config, settings, done >= 0)
-            self._say(self._out, tracker.greeting)
+            say(tracker.greeting, self._out)
             while not asked.wait(LOOK_SECONDS) and os.getppid() == parent:
                 self._show(tracker, tracked.new())
             self._show(tracker, tracked.new())
@@ -77,12 +78,8 @@ class _Follower:
             timer.cancel()
 
     def _give_up(self, why: str) -> NoReturn:
-        self._say(self._err, f"WARNING: wandb is off for the rest of this run: {why}")
+        say(f"{OFF}: {why}", self._err)
         self._leave(FAILED)
-
-    def _say(self, stream: Any, message: str) -> None:
-        with suppress(OSError):
-            print(message, file=stream, flush=True)
 
     def _leave(self, status: int) -> NoReturn:
         """Exit without the interpreter's shutdown, during which wandb waits for things that may hang."""
@@ -91,6 +88,12 @@ class _Follower:
                 process.kill()
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
         os._exit(status)
+
+
+def say(message: str, stream: Any) -> None:
+    """Print a message; nothing happens if nobody can read the stream anymore."""
+    with suppress(OSError):
+        print(message, file=stream, flush=True)
 
 
 def _listen(asked: threading.Event, words: list[bytes]) -> None:

@@ -18,7 +18,7 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.secrets import masked
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.trackers import follower
-from hybrid_grpo.records.trackers.follower import FAILED, LIMIT_SECONDS
+from hybrid_grpo.records.trackers.follower import FAILED, LIMIT_SECONDS, OFF, say
 from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode, wandb_host
 
 _NICENESS = "10"
@@ -31,12 +31,11 @@ def start_tracker(config: LogConfig, folder: Path, settings: dict[str, Any], don
         return None
     if mode == "online":
         shown = f"wandb: settings, metrics, prompts and completions go to {wandb_host()}"
-        _say(f"{shown}; --log.wandb offline keeps them in the run's folder", sys.stdout)
+        say(f"{shown}; --log.wandb offline keeps them in the run's folder", sys.stdout)
     try:
         return TrackerProcess(folder, config, settings, done)
     except OSError as error:
-        why = f"no process can be started: {error.strerror}"
-        _say(f"WARNING: wandb is off for the rest of this run: {why}", sys.stderr)
+        say(f"{OFF}: no process can be started: {error.strerror}", sys.stderr)
         return None
 
 
@@ -91,10 +90,10 @@ class TrackerProcess:
         # This process prints it: only it knows of the live line that is on the terminal.
         for pipe, stream in ((self._output, sys.stdout), (self._errors, sys.stderr)):
             if said := pipe.read():
-                _say(said.decode(errors="replace").removesuffix("\n"), stream)
+                say(said.decode(errors="replace").removesuffix("\n"), stream)
         if status not in (None, 0, FAILED) and not self._warned:
             self._warned = True
-            self._warn(f"is off for the rest of this run: its process ended with status {status}")
+            say(f"{OFF}: its process ended with status {status}", sys.stderr)
 
     def ask(self, failed: bool = False) -> None:
         """Ask wandb to finish; `failed` says whether the run failed."""
@@ -108,7 +107,8 @@ class TrackerProcess:
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            self._warn(f"did not finish within {patience_s:.0f} s of the end of the run, and was killed")
+            limit = f"within {patience_s:.0f} s of the end of the run"
+            say(f"WARNING: wandb did not finish {limit}, and was killed", sys.stderr)
             self._kill()
         self.look()
         for pipe in (self._input, self._output, self._errors):
@@ -129,11 +129,3 @@ class TrackerProcess:
         self._process.kill()
         self._warned = True
         self._process.wait()
-
-    def _warn(self, message: str) -> None:
-        _say(f"WARNING: wandb {message}", sys.stderr)
-
-
-def _say(message: str, stream: Any) -> None:
-    with suppress(OSError):
-        print(message, file=stream, flush=True)
