@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from byte_tokenizers import byte_level
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hybrid_grpo.commands.conversation import TextStream
 
+BYTES = byte_level([], merges=0).backend_tokenizer
+"""A token for every byte of UTF-8, as in the vocabularies of GPT-2, Llama 3 and Qwen for rare characters."""
 TEXT = "naïve 日本 👩‍🚀 \N{REPLACEMENT CHARACTER} und Schluß"
-
-
-def of_bytes() -> Tokenizer:
-    """A token for every byte of UTF-8, as in the vocabularies of GPT-2, Llama 3 and Qwen for rare characters."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 def of_words() -> Tokenizer:
@@ -28,7 +22,7 @@ def of_words() -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize("tokenizer", [of_bytes(), of_words()])
+@pytest.mark.parametrize("tokenizer", [BYTES, of_words()])
 def test_the_parts_are_whole_characters_and_add_up_to_the_text(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer.decode)
     tokens = tokenizer.encode(TEXT).ids
@@ -38,7 +32,7 @@ def test_the_parts_are_whole_characters_and_add_up_to_the_text(tokenizer: Tokeni
 
 
 def test_bytes_that_are_no_character_come_when_it_is_clear_that_they_are_none() -> None:
-    tokenizer = of_bytes()
+    tokenizer = BYTES
     rocket = tokenizer.encode("🚀").ids
     stream = TextStream(tokenizer.decode)
     parts = [stream.add(token) for token in [*rocket[:2], *tokenizer.encode("a").ids, *rocket[:3]]]

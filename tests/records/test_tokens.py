@@ -5,9 +5,8 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from byte_tokenizers import byte_level
 from pyarrow import parquet
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
@@ -15,26 +14,17 @@ from hybrid_grpo.distributed import ranks as distributed
 from hybrid_grpo.records.sinks import Log
 from hybrid_grpo.records.tokens import SCHEMA, TokenText
 
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 LOGP = [-0.1, float(np.float32(-1e-7)), -20.0]
+TOKENIZER = byte_level([], merges=0)
+"""A token for each byte."""
 
 
-def bytes_tokenizer():
-    """A token for each byte."""
-    raw = Tokenizer(models.BPE({letter: number for number, letter in enumerate(ALPHABET)}, []))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
-
-
-TOKENIZER = bytes_tokenizer()
-
-
-@pytest.mark.parametrize("text", ["two  words", " é of two, 🦊 of four bytes", "日本語", "<end>a<end>"])
+@pytest.mark.parametrize("text", ["two  words", " é of two, 🦊 of four bytes", "日本語", "<eos>a<eos>"])
 def test_pieces_are_a_text_for_each_token_and_together_the_whole(text):
     ids = TOKENIZER(text)["input_ids"]
     pieces = TokenText(TOKENIZER).pieces(ids)
     assert len(pieces) == len(ids) and "".join(pieces) == text
-    assert [piece for piece in pieces if piece] == (["<end>", "a", "<end>"] if "<end>" in text else list(text))
+    assert [piece for piece in pieces if piece] == (["<eos>", "a", "<eos>"] if "<eos>" in text else list(text))
 
 
 def test_pieces_of_a_character_that_was_cut_are_not_lost():
