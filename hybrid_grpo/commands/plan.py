@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hybrid_grpo.commands.configs import PlanConfig
-from hybrid_grpo.commands.train import read_inputs
+from hybrid_grpo.commands.train import planned_memory, read_inputs
 from hybrid_grpo.config.checks import check_shapes, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import leading_argument, parse
@@ -51,15 +51,12 @@ def _of_recipe(config: PlanConfig, ranks: int) -> Plan:
     from hybrid_grpo import engine
     from hybrid_grpo.distributed.hardware import of_device, of_table
     from hybrid_grpo.run.feature import make_features
-    from hybrid_grpo.run.memory.plan import estimate
 
     device = engine.start()
     inputs = read_inputs(config)
     make_features(config, batch, inputs)  # refuses what does not fit them
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    prompt, models, album = inputs.longest_prompt, inputs.reward_models, inputs.sampler.album
-    rows, longest = inputs.held_out_rows, inputs.held_out_longest
-    return _made(estimate(config, batch, prompt, hardware, models, rows, longest, album), config)
+    return _made(planned_memory(config, batch, inputs, hardware), config)
 
 
 def _of_shapes(config: PlanConfig, ranks: int) -> Plan:

@@ -20,6 +20,7 @@ from hybrid_grpo.records.json_lines import read_jsonl
 if TYPE_CHECKING:
     import torch
 
+    from hybrid_grpo.distributed.hardware import Hardware
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import Feature
     from hybrid_grpo.run.inputs import RunInputs
@@ -48,6 +49,7 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.commands.memory.shortage import shortage
     from hybrid_grpo.commands.verification import verified
+    from hybrid_grpo.distributed.hardware import of_device
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.training import TrainingRun
@@ -58,7 +60,7 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     inputs = read_inputs(config)
     features = make_features(config, plan, inputs)
     doing("estimating the memory that a step needs")
-    memory = planned_memory(config, plan, inputs, device)
+    memory = planned_memory(config, plan, inputs, of_device(device))
     warning = shortage(memory) if memory else None
     facts = _facts(config, plan, inputs, memory, device)
     for feature in features:
@@ -106,13 +108,12 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     return RunInputs.read(config)
 
 
-def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device) -> Plan | None:
-    """Return the memory plan for this rank's device, or None if none can be made; see `estimate`."""
-    from hybrid_grpo.distributed.hardware import of_device
+def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, hardware: Hardware) -> Plan | None:
+    """Return the memory plan of a run on this hardware, or None if none can be made; see `estimate`."""
     from hybrid_grpo.run.memory.plan import estimate
 
     return estimate(
-        config, plan, inputs.longest_prompt, of_device(device), inputs.reward_models, held_out=inputs.held_out_rows,
+        config, plan, inputs.longest_prompt, hardware, inputs.reward_models, held_out=inputs.held_out_rows,
         held_out_longest=inputs.held_out_longest, album=inputs.sampler.album,
     )  # fmt: skip
 

@@ -34,10 +34,6 @@ SCHEMA = pa.schema(
     ]
 )
 """Schema of the parquet file; docs/rollouts.md explains the columns."""
-SUPPORT = "support"
-"""A further column, if the sampler recorded supports."""
-CARRIED = "carried"
-"""A further column, if tokens were sampled in earlier steps; see `Completion.carried`."""
 _LONGEST = 4
 """Maximum number of tokens that make up a single character: one for each of its bytes in UTF-8."""
 
@@ -112,7 +108,8 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
     masks = (find(completion.sidecars, SamplingMask) for completion in rollout.completions)
     supports = [mask and mask.lists() for mask in masks]
     carried = [list(completion.carried) for _, completion in rows]
-    for name, values, kind in ((SUPPORT, supports, pa.list_(_IDS)), (CARRIED, carried, _IDS)):
+    # Further columns, if the sampler recorded supports, or if tokens were sampled in earlier steps.
+    for name, values, kind in (("support", supports, pa.list_(_IDS)), ("carried", carried, _IDS)):
         if any(values):
             table = table.append_column(name, pa.array(values, kind))
     return table
