@@ -160,7 +160,7 @@ def _wrong_rows(case: Case) -> str:
 def read_texts(settings: Case, model: str, *, pairs: bool) -> list[dict[str, Any]]:
     """The text, columns and, for pairs, completions of every row, decoded from the tokens that the model reads."""
     from hybrid_grpo.commands.configs import GenerateConfig
-    from hybrid_grpo.commands.stages.pairs import read_pairs
+    from hybrid_grpo.commands.pairs import read_pairs
     from hybrid_grpo.config import DataConfig, build
     from hybrid_grpo.config.checks import check_data
     from hybrid_grpo.data.prompts import read_prompts

@@ -11,7 +11,7 @@ from typing import Any
 from byte_tokenizers import byte_level, sentencepiece
 from tokenizers.processors import TemplateProcessing
 
-from hybrid_grpo.commands.stages.pairs import read_pairs
+from hybrid_grpo.commands.pairs import read_pairs
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.completions import unended_turn
 from hybrid_grpo.data.prompts import read_prompts

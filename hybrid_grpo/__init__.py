@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_grpo.commands.api import FinishedRun, evaluate, generate, publish, reward, sft, train
+    from hybrid_grpo.commands.api import FinishedRun, evaluate, generate, publish, sft, train
     from hybrid_grpo.config.errors import UserError
 
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ logging.getLogger("DeepSpeed").addFilter(
         not record.getMessage().startswith(("Setting accelerator to CPU", "No compatible DeepSpeed inference"))
     )
 )
-__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "reward", "sft", "train"]
+__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "sft", "train"]
 
 
 def __getattr__(name: str) -> Any:

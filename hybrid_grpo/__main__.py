@@ -27,7 +27,6 @@ from hybrid_grpo.run.stopping.watcher import watched
 COMMANDS = {
     "train": "GRPO training",
     "sft": "supervised fine-tuning on prompt and completion pairs",
-    "reward": "training of a reward model on pairs of a better and a worse answer",
     "eval": "accuracy on held-out sets, with intervals; two models compared",
     "plan": "memory and time of a training run, without loading weights",
     "port": "our recipe from one of TRL, verl, OpenRLHF, ms-swift, Unsloth or LLaMA-Factory",
@@ -105,7 +104,7 @@ def entry() -> NoReturn:
         os.environ.setdefault("TQDM_DISABLE", "1")
     with suppress(UserError):
         adopt_rank()
-    if sys.argv[1:2] in (["train"], ["sft"], ["reward"], ["eval"]) and sys.platform == "linux":
+    if sys.argv[1:2] in (["train"], ["sft"], ["eval"]) and sys.platform == "linux":
         # Off until the engine starts: looking for garbage takes a seventh of the time that imports take.
         gc.disable()
         watched(main)

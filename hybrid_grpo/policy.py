@@ -1,14 +1,13 @@
-"""The models that a run trains: the policy, which samples and scores, and the scorer, with one number per token."""
+"""The policy: the model that samples, scores and is trained, and its learning rate."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from hybrid_grpo import engine as engines
@@ -16,7 +15,7 @@ from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutCo
 from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
-from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
+from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.data.pictures import ImageStore, sight_of
 from hybrid_grpo.distributed.movement import Movement, UnchangedTensors
 from hybrid_grpo.distributed.ranks import all_reduce, rank
@@ -46,7 +45,6 @@ from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import described, replays
-from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import lacks_towers
 
@@ -62,27 +60,27 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
     return config.lr * shape[config.lr_schedule]
 
 
-def _without_adapter(policy: PolicyConfig, lora: LoraConfig | None) -> PolicyConfig:
-    """Return the policy with the base of its adapter as its model, if training continues with the adapter."""
-    return dataclasses.replace(policy, model=base_of(policy.model)) if lora is not None and lora.rank else policy
+class Policy:
+    """A causal language model inside one DeepSpeed engine, both for sampling and for training.
 
-
-class TrainedModel:
-    """A transformers model inside one DeepSpeed engine: its optimizer steps, their counts, and its export.
-
-    `load` reads the model, given the attention implementation for training; `wrap` turns it into the module to train.
-    `total_steps` counts the optimizer steps of the whole run. With a `lora` of rank above 0, adapters are trained
-    instead of the weights, and `seed` initializes them. The engine's view uses the attention `view_attention` (default:
-    transformers' own); for `keep_view` see `View`.
+    `total_steps` counts the optimizer steps of the whole run. `decoder` names the decoder that samples from the model
+    (see `RolloutConfig`). With a `lora` of rank above 0, adapters are trained instead of the weights, and `seed`
+    initializes them. With a `workspace`, the memory for decoding and for gathered weights is kept between rollouts.
+    `album` has the pictures of prompts. `turns` answers the model's turns in a completion; without it, every completion
+    is a single turn. `journal` keeps finished completions.
 
     Attributes:
         lr_scale: a factor on the schedule's learning rate, which the guard lowers after a rollback.
         cost: the cost of one token; see `Cost`.
         frozen: tensors that do not move, if the latest optimizer step was one of those after which this is checked.
+        reading: how it reads pictures and recorded experts.
+        vocabulary: the number of ids, the first of the model's, that it samples and that its softmax is over.
+        experts: what training does with experts, as a line for the user; None without experts.
     """
 
     lr_scale = 1.0
     frozen: UnchangedTensors | None = None
+    reading = TEXT
 
     def __init__(
         self,
@@ -90,31 +88,38 @@ class TrainedModel:
         engine: EngineConfig,
         tokenizer: Any,
         total_steps: int,
-        lora: LoraConfig | None,
-        seed: int,
-        *,
-        load: Callable[[str], Any],
-        wrap: Callable[[Any], nn.Module],
-        view_attention: str | None = None,
-        keep_view: bool = False,
+        decoder: Literal["paged", "transformers"] = "paged",
+        lora: LoraConfig | None = None,
+        seed: int = 0,
+        workspace: Workspace | None = None,
+        album: ImageStore | None = None,
+        turns: Turns | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
         self.optimizer_steps = self.skipped_steps = 0
+        self.workspace, self.turns, self.journal, self._album = workspace, turns, journal, album
+        self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
         self.deepspeed_config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
         self.packs = attention == ATTENTION
+        # An adapter that is trained further is read after its base.
+        start = policy if lora is None or not lora.rank else dataclasses.replace(policy, model=base_of(policy.model))
         with engines.sharded_loading(self.deepspeed_config):
-            model = load(attention)
+            model = load_model(start, attention)
         self._original = Original(model, base_of(policy.model)) if lacks_towers(model) else None
-        view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
+        view = meta_copy(model, attention_of(decoder) or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
         if self.adapters and is_adapter(policy.model):
             self.adapters.read(policy.model)
         self.cost = Cost.of(model)
         by_layer = self.adapters.by_layer if self.adapters else None
-        self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
-        trained = self.engine.engine
-        self.movement = Movement(trained.module, trained.optimizer, self.engine.stage, self.engine.device)
+        trained, keep_view = LogprobModel(model, vocabulary=self.vocabulary), workspace is not None
+        self.engine = engines.Engine(trained, model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
+        self.movement = Movement(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
+        sight = sight_of(album, policy, self.engine.device)
+        self.reading = Reading(sight, replays(model, policy, paged=self.packs and decoder == "paged"))
+        self.experts = described(model, self.reading.replays)
 
     def budget(self, gradients: bool) -> int:
         """Return the token budget of a micro-batch; see `token_budget`."""
@@ -153,63 +158,14 @@ class TrainedModel:
         the text model of. Adapters are merged into the weights, and also written to `adapter/` for peft. Collective."""
         with self.engine.generation() as view:
             if rank() == 0:
-                config = None if self._original else self.exported_config()
+                # As it was loaded, dropout included.
+                config = None if self._original else dequantized(load_config(self.config.model))
                 save_model(view, folder, config, self.config.dtype, self._original)
                 save_tokenizer(self.tokenizer, folder)
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)
             if rank() == 0:
                 self.adapters.save(folder / "adapter", whole)
-
-    def exported_config(self) -> Any:
-        """The model's configuration as it was loaded, dropout included."""
-        return dequantized(load_config(self.config.model))
-
-
-class Policy(TrainedModel):
-    """A causal language model inside one DeepSpeed engine, both for sampling and for training.
-
-    `decoder` names the decoder that samples from it (see `RolloutConfig`). With a `workspace`, the memory for decoding
-    and for gathered weights is kept between rollouts. `album` has the pictures of prompts. `turns` answers the model's
-    turns in a completion; without it, every completion is a single turn. `journal` keeps finished completions. For the
-    other arguments see `TrainedModel`.
-
-    Attributes:
-        reading: how it reads pictures and recorded experts.
-        vocabulary: the number of ids, the first of the model's, that it samples and that its softmax is over.
-        experts: what training does with experts, as a line for the user; None without experts.
-    """
-
-    reading = TEXT
-
-    def __init__(
-        self,
-        policy: PolicyConfig,
-        engine: EngineConfig,
-        tokenizer: Any,
-        total_steps: int,
-        decoder: Literal["paged", "transformers"] = "paged",
-        lora: LoraConfig | None = None,
-        seed: int = 0,
-        workspace: Workspace | None = None,
-        album: ImageStore | None = None,
-        turns: Turns | None = None,
-        journal: Journal | None = None,
-    ) -> None:
-        self.workspace, self.turns, self.journal = workspace, turns, journal
-        self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
-        super().__init__(
-            policy, engine, tokenizer, total_steps, lora, seed,
-            load=functools.partial(load_model, _without_adapter(policy, lora)),
-            wrap=functools.partial(LogprobModel, vocabulary=self.vocabulary),
-            view_attention=attention_of(decoder),
-            keep_view=workspace is not None,
-        )  # fmt: skip
-        self._album = album
-        sight = sight_of(album, policy, self.engine.device)
-        model = self.engine.engine.module.model
-        self.reading = Reading(sight, replays(model, policy, paged=self.packs and decoder == "paged"))
-        self.experts = described(model, self.reading.replays)
 
     def rollout(
         self,
@@ -303,44 +259,3 @@ class Policy(TrainedModel):
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """logp_BT of the rows in `batches`; see `measured`. Collective."""
         return measured(self.engine, batches, shape, temperature)[0]
-
-
-class ScalarModelTrainer(TrainedModel):
-    """A model inside one DeepSpeed engine that outputs one number per token (`ScalarModel`), for scoring and training.
-
-    `padding` is the token that the exported classifier treats as padding; `seed` and `head_std` initialize a new head
-    (see `load_scalar_model`); `setting` is the setting that names the model. For other arguments see `TrainedModel`.
-    """
-
-    def __init__(
-        self,
-        policy: PolicyConfig,
-        engine: EngineConfig,
-        tokenizer: Any,
-        total_steps: int,
-        padding: int | None,
-        lora: LoraConfig | None = None,
-        seed: int = 0,
-        head_std: float | None = None,
-        setting: str = "policy.model",
-    ) -> None:
-        self._padding = padding
-        given = _without_adapter(policy, lora)
-        load = functools.partial(load_scalar_model, given, seed=seed, head_std=head_std, setting=setting)
-        super().__init__(policy, engine, tokenizer, total_steps, lora, seed, load=load, wrap=ScalarModel)
-
-    def pair_batches(self, pairs: Sequence[tuple[list[int], list[int]]], *, gradients: bool = True) -> list[MicroBatch]:
-        """Split pairs of texts into micro-batches, the same number on every rank; see `pack_pairs`. Collective."""
-        if self.packs:
-            share = self.config.shared_prefix
-            return pack_pairs(pairs, self.budget(gradients), self.engine.device, share=share)
-        return pad_pairs(pairs, self.budget(gradients), self.engine.device)
-
-    def forward(self, micro: MicroBatch) -> Tensor:
-        """Return one number for each token that `micro.source` selects, float32 [N], differentiable. Collective."""
-        value_N: Tensor = self.engine(micro.input_ids_bS, micro.position_ids, micro.source, micro.segments)
-        return value_N
-
-    def exported_config(self) -> Any:
-        """See `scalar_config`."""
-        return dequantized(scalar_config(self.config.model, self._padding))

@@ -250,27 +250,24 @@ class Trainer(Stage):
         return model.logprobs(batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature)
 
     def advantages(self, rollout: Rollout, scores: Scores, old: OldPolicy, ref_logp_BT: Tensor | None) -> Tensor:
-        """Return the advantages of tokens, float32 [B, T]: relative to their group, unless a feature computes them
-        instead, plus the bonuses of features. Collective."""
+        """Return the advantages of tokens, float32 [B, T]: relative to their group, plus the terms of features.
+        Collective."""
         config, limit = self.config, self.config.rollout.max_completion_tokens
         beta, kl_BT = self.kl.beta, None
         if self.kl.in_reward:
             kl_BT = self.kl.of_reward(old.logp_BT, ref_logp_BT, rollout.mask_BT)
-        split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
-        found = self.features.advantages(Scored(rollout, scores, old.logp_BT, kl_BT, beta, split))
+        found = self.features.advantages(Scored(rollout, scores, old.logp_BT))
         variance_BT: Tensor | None = None
         if old.logp_BT is not None and old.squares_BT is not None:
             variance_BT = path_variances(old.logp_BT, old.squares_BT, rollout.mask_BT)
-        advantages_BT = next((of.value_BT for of in found if of.replaces), None)
-        if advantages_BT is None:
-            weights, total = self.reward_weights, self.sum_over_ranks
-            advantages_BT, numbers = token_advantages(
-                rollout, scores, config.grpo, limit, weights, kl_BT, beta, total, variance_BT
-            )
-            self.meter.update(numbers)
+        weights, total = self.reward_weights, self.sum_over_ranks
+        advantages_BT, numbers = token_advantages(
+            rollout, scores, config.grpo, limit, weights, kl_BT, beta, total, variance_BT
+        )
+        self.meter.update(numbers)
         for of in found:
             self.meter.update(of.numbers)
-        terms = [of.value_BT for of in found if of.value_BT is not None and not of.replaces]
+        terms = [of.value_BT for of in found if of.value_BT is not None]
         return sum(terms, start=advantages_BT.to(self.device))
 
     def improve(self, rollout: Rollout, signals: Signals) -> None:
@@ -279,9 +276,7 @@ class Trainer(Stage):
         grpo = self.config.grpo if self.entropy.target is None else self.entropy.settings
         beta, objective = self.kl.beta, self.inputs.objective
         beat, temperature = self.progress.heartbeat, self.config.rollout.temperature
-        for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
-            if self.features.update(batches, beat, self.meter.update):
-                continue
+        for number, batches in enumerate(self.optimizer_steps(rollout, signals)):
             for batch in batches:
                 beat()
                 term = self.features.loss(batch)

@@ -202,8 +202,6 @@ def test_commands(block: Block, clone: Path) -> None:
             continue  # see test_the_package_installs_with_its_files
         elif command.startswith(("hybrid-grpo serve-reward", "hybrid-grpo watch")):
             serve(shortened(command), clone)
-        elif command == "bash training_scripts/three_stages.sh":
-            continue  # takes minutes; see test_recipes.py for what it would run
         elif command != "bash training_scripts/quickstart.sh":  # the clone's fixture has run that one
             run(shortened(command), clone)
 

@@ -4,7 +4,6 @@ import ast
 import os
 import pkgutil
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,14 +14,10 @@ import yaml
 from paths import ROOT
 from warm_python import programs
 
-from hybrid_grpo.commands.checks import check_generate
-from hybrid_grpo.commands.configs import GenerateConfig
-from hybrid_grpo.config import GrpoConfig, RewardConfig, RewardStageConfig, SftConfig, TrainConfig, build
-from hybrid_grpo.config.checks import batch_plan, check_reward, check_sft, check_train
-from hybrid_grpo.config.held_out import held_out_sets
+from hybrid_grpo.config import GrpoConfig, RewardConfig, SftConfig, TrainConfig, build
+from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.presets import presets
-from hybrid_grpo.records.lock import FolderLock
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -39,7 +34,7 @@ def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]
     python = f"""case "$*" in
         *"-m pip "*) ;;
         *"print(sys.prefix)"*) echo "{tmp_path}" ;;
-        "-m hybrid_grpo.run.local_ranks"* | "-m hybrid_grpo generate"* | training_scripts/three_stages_*) {calls} ;;
+        "-m hybrid_grpo.run.local_ranks"*) {calls} ;;
         *) exec "{programs()}/python" "$@" ;;
     esac"""
     for name, lines in (("python", python), ("deepspeed", calls)):
@@ -108,14 +103,6 @@ def test_the_words_of_the_recipe_for_small_gpus_are_recipes(tmp_path, monkeypatc
     assert config == replace(expected, run=replace(expected.run, name=name, steps=7))
     with pytest.raises(subprocess.CalledProcessError):
         handed_over("small_gpus.sh", tmp_path)
-
-
-@pytest.mark.process
-def test_the_reward_model_s_recipe_parses(tmp_path):
-    (call,) = handed_over("reward_model_qwen2.5_0.5b.sh", tmp_path, "--run.steps", "7")
-    config = parse(RewardStageConfig, call[call.index("reward") + 1 :], "reward").config
-    check_reward(config, 1)
-    assert config.run.steps == 7 and config.data.eval_split == "test" and config.eval.every == 100
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name != "gdpo"])
@@ -207,62 +194,6 @@ def test_a_quickstart_that_is_resumed_stays_where_it_is(tmp_path):
         "quickstart-task",
     ]
     assert (tmp_path / "runs/quickstart/metrics.jsonl").read_text() == "mine"
-
-
-@pytest.mark.process
-def test_the_three_stages_hand_on_what_they_make(tmp_path, monkeypatch):
-    place = tmp_path / "runs/three-stages"
-    (place / "of an earlier run").mkdir(parents=True)
-    sft, generate, pairs, reward, train, summary = handed_over("three_stages.sh", tmp_path, "--run.steps", "3")
-    assert len(list(place.parent.glob("three-stages.*/of an earlier run"))) == 1
-    monkeypatch.chdir(SCRIPTS.parent)
-    for name in ("sft/model", "reward/model"):  # which the launcher would have left
-        shutil.copytree(place / "task/model", place / name)
-    (place / "pairs").mkdir()
-    for name in ("train", "heldout"):
-        (place / f"pairs/{name}.jsonl").write_text('{"prompt": "ba=", "chosen": "ab", "rejected": "a"}\n')
-    warmup = parse(SftConfig, sft[sft.index("sft") + 1 :], "sft").config
-    sampled = parse(GenerateConfig, generate[generate.index("generate") + 1 :], "generate").config
-    judge = parse(RewardStageConfig, reward[reward.index("reward") + 1 :], "reward").config
-    config = parse(TrainConfig, train[train.index("train") + 1 :], "train").config
-    for ranks in (1, 2, 4, 8):
-        check_sft(warmup, ranks)
-        check_reward(judge, ranks)
-        check_train(config, ranks)
-    check_generate(sampled, 1)
-    assert [stage.run.name for stage in (warmup, judge, config)] == ["sft", "reward", "train"]
-    assert {stage.run.dir for stage in (warmup, judge, config)} == {str(place)}
-    assert warmup.policy.model == str(place / "task/model")
-    assert {str(place / "sft/model")} == {part.policy.model for part in (sampled, judge, config)}
-    assert sampled.data.path == str(place / "task/sft.jsonl"), "the words of the last stage are in no pair"
-    assert pairs[1:3] == [sampled.generate.output, str(place / "pairs")] and summary[1:] == [str(place)]
-    assert (judge.data.path, judge.data.eval_path) == tuple(
-        str(place / f"pairs/{n}.jsonl") for n in ("train", "heldout")
-    )
-    assert config.run.steps == 3, "settings given to the script go to the last stage"
-    assert config.rewards == [RewardConfig("reward_model", kwargs={"model": str(place / "reward/model")})]
-    proxy, *judged = held_out_sets(config)
-    assert (proxy.name, proxy.rewards) == ("proxy", None)
-    assert [(of_set.name, of_set.rollout.temperature) for of_set in judged] == [("true_score", 1.0), ("greedy", 0.0)]
-    for of_set in judged:
-        assert of_set.rows is None, "the same prompts"
-        assert of_set.rewards == [RewardConfig("exact_match"), RewardConfig("letters_in_place")]
-    took = [line.split()[0] for line in (place / "seconds.txt").read_text().splitlines()]
-    assert took == ["task", "sft", "pairs", "reward", "train"]
-
-
-@pytest.mark.process
-def test_three_stages_that_are_resumed_go_on_where_they_were(tmp_path):
-    place = tmp_path / "runs/three-stages"
-    for name in ("sft/model", "reward/model", "pairs/train.jsonl"):
-        (place / name).mkdir(parents=True)
-    train, _ = handed_over("three_stages.sh", tmp_path, "--run.resume", "auto")
-    assert train[3] == "train"
-    lock = FolderLock(place / "reward")
-    with pytest.raises(subprocess.CalledProcessError, match="status 2"):
-        handed_over("three_stages.sh", tmp_path)
-    lock.release()
-    assert [path.name for path in place.parent.iterdir()] == ["three-stages"], "nothing is moved under a run"
 
 
 def test_held_out_words_are_in_no_other_split(tmp_path):

@@ -31,7 +31,6 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.scorer import Rewards
-from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2
@@ -240,27 +239,6 @@ def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):
     # All advantages are 1, so the weights sum to 1: the built-in loss has ratio 1, the own one the log-probability.
     assert built_in.item() == pytest.approx(-1.0) and own.item() == pytest.approx(-math.log(0.5))
     assert run.meter.reduce()["policy/ratio_max"] == 1.0
-
-
-class Waiting(Feature):
-    """Learns by itself, while the policy must not learn yet."""
-
-    name = "waiting"
-
-    def __init__(self):
-        self.updates = []
-
-    def update(self, batches, beat, log):
-        self.updates.append(sorted(row for batch in batches for row in batch.micro.rows))
-        return True
-
-
-def test_while_a_feature_makes_the_policy_wait_only_the_feature_learns():
-    run = trainer(SamplingContext(), {"num_minibatches": 2})
-    rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
-    run.features, run.policy.forward = Features([waiting := Waiting()]), None
-    run.improve(rollout, Signals(rollout.logp_BT, None, None, torch.ones(P * G, 2)))
-    assert waiting.updates == [list(range(P)), list(range(P, P * G))] and "policy/lr" not in run.meter.reduce()
 
 
 class InBfloat16(Policy):

@@ -18,13 +18,13 @@ from typing import Any
 from hybrid_grpo.commands.arguments import in_words_of_python, save_model, settings_from
 from hybrid_grpo.commands.configs import EvaluateConfig, GenerateConfig, PublishConfig
 from hybrid_grpo.commands.finished_run import FinishedRun
-from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
 from hybrid_grpo.run.launchers import adopt_rank
 
-__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "reward", "sft", "train"]
+__all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "sft", "train"]
 
 
 def train(
@@ -57,14 +57,6 @@ def sft(model: Any = None, data: Any = None, *, config: Any = None, **sections: 
 
     with _call():
         return FinishedRun(run(_configure(SftConfig, "sft", model, data, None, config, sections)))
-
-
-def reward(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> FinishedRun:
-    """Train a reward model on pairs of answers, as `hybrid-grpo reward` does; for the arguments see `train`."""
-    from hybrid_grpo.commands.reward import reward as run
-
-    with _call():
-        return FinishedRun(run(_configure(RewardStageConfig, "reward", model, data, None, config, sections)))
 
 
 def evaluate(
@@ -108,7 +100,7 @@ def generate(model: Any = None, data: Any = None, *, config: Any = None, **secti
 def publish(run: FinishedRun | Path | str, **settings: Any) -> str:
     """Publish the trained model of a run with a model card, as `hybrid-grpo publish` does.
 
-    `run` is what `train`, `sft` or `reward` returned, or the folder of a run; the keywords are the settings of
+    `run` is what `train` or `sft` returned, or the folder of a run; the keywords are the settings of
     `publish`, as in `folder="published"`. Returns the address of the repository, or the folder.
     """
     from hybrid_grpo.commands.publish import publish as publish_run

@@ -59,7 +59,7 @@ def settings_from(
     if rewards is not None:
         settings["rewards"] = _rewards(rewards)
     if model is not None:
-        run = settings.get("run", {}) if command in ("train", "sft", "reward") else None
+        run = settings.get("run", {}) if command in ("train", "sft") else None
         settings = overlay(settings, _model(model, run, command))
     return settings
 

@@ -18,7 +18,7 @@ from hybrid_grpo.records.json_lines import read_jsonl
 if TYPE_CHECKING:
     import pandas
 
-_SHOWN = ("reward/mean", "sft/loss", "reward_model/loss", "completion/length_mean", "policy/entropy", "policy/kl")
+_SHOWN = ("reward/mean", "sft/loss", "completion/length_mean", "policy/entropy", "policy/kl")
 """Metrics that a run shows of itself, besides accuracies."""
 _OF_THE_RUN = ("run.name", "run.dir")
 _ROWS = 6

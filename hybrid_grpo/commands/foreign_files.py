@@ -46,7 +46,12 @@ def read_foreign(path: Path) -> tuple[str, str, dict[str, Any]]:
     refuse(not names, f"{path} has no settings: give a YAML file, a shell script with the command, or a Python script")
     framework = next((name for name, mark in conversions()["marks"].items() if re.search(mark, text)), "TRL")
     stage = re.search(conversions()["stage"], text)
-    command = "train" if not stage else "sft" if "sft" in stage[0].lower() else "reward"
+    command = "train" if not stage else "sft" if "sft" in stage[0].lower() else ""
+    refuse(
+        command == "",
+        f"{path} trains a reward model, which hybrid_grpo does not: train it there, and name it in rewards"
+        " (docs/rewards/models.md)",
+    )
     return framework, command, {name.replace("-", "_"): value for name, value in names.items()}
 
 

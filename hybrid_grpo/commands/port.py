@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from hybrid_grpo.commands.foreign_files import Code, formula, read_foreign
-from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
+from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.composition import setting_names, settings_of
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.foreign_names import conversions, name_here, value_here
@@ -24,7 +24,7 @@ _HELP = f"""usage: {_USAGE}
 Write a recipe of hybrid_grpo from one of TRL, verl, OpenRLHF, ms-swift, Unsloth or LLaMA-Factory: a YAML file, a shell
 script with the command, a Python script or a notebook. Values are converted, also batches of completions on N GPUs to
 prompts; what has no counterpart stands in comments below. Nothing of the file is run."""
-_CLASSES: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "reward": RewardStageConfig}
+_CLASSES: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig}
 _REWARD_MODELS = ("reward_pretrain", "reward_model", "reward_model.model.path")
 _REWARDS = ("reward_funcs", "reward_weights", "remote_rm_url", *_REWARD_MODELS)
 

@@ -16,7 +16,7 @@ from hybrid_grpo.records.publishing.redaction import publishable, publishable_te
 _FACTS = ("versions", "git commit", "device", "ranks", "batch", "memory", "attention", "data")
 _MOST_KINDS, _LONGEST = 5, 200
 _CLOSEST = "health/closest/"
-_CURVES = ("reward/mean", "sft/loss", "reward_model/loss", "time/step_s", "memory/peak_gb")
+_CURVES = ("reward/mean", "sft/loss", "time/step_s", "memory/peak_gb")
 _USAGE = "usage: hybrid-grpo report RUN_FOLDER [--text]"
 _HELP = f"""{_USAGE}
 

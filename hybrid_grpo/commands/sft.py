@@ -28,8 +28,8 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
 
     from hybrid_grpo import engine
     from hybrid_grpo.commands.description import describe
-    from hybrid_grpo.commands.stages.pairs import read_pairs
-    from hybrid_grpo.commands.stages.sft import SftTrainer
+    from hybrid_grpo.commands.pairs import read_pairs
+    from hybrid_grpo.commands.sft_trainer import SftTrainer
     from hybrid_grpo.commands.verification import verified
     from hybrid_grpo.data.pictures import ImageStore
     from hybrid_grpo.model.files import check_files

@@ -137,7 +137,7 @@ def make_trainer(
         config.policy,
         config.engine,
         inputs.tokenizer,
-        total_steps=(config.run.steps - config.policy_waits) * plan.optimizer_steps,
+        total_steps=config.run.steps * plan.optimizer_steps,
         decoder=config.rollout.decoder,
         lora=config.lora,
         seed=config.run.seed,

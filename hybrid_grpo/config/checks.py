@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
+from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse, refuse_indivisible
@@ -129,12 +129,6 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     """Raise UserError if a supervised run cannot work on this machine with this number of ranks."""
     _check_training(config, world_size)
     refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
-
-
-def check_reward(config: RewardStageConfig, world_size: int) -> None:
-    """Raise UserError if a reward model run cannot work on this machine with this number of ranks."""
-    _check_training(config, world_size)
-    refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 
 
 def _check_training(config: ModelRunConfig, world_size: int) -> None:

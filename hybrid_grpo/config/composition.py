@@ -5,7 +5,7 @@ import functools
 from typing import Any, Protocol
 
 from hybrid_grpo.config.about import About
-from hybrid_grpo.config.commands import RecipeReader, RewardStageConfig, SftConfig
+from hybrid_grpo.config.commands import RecipeReader, SftConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.model import PolicyConfig
@@ -69,11 +69,7 @@ def setting_names(cls: Any) -> tuple[str, ...]:
 
 def training_with(name: str) -> Any:
     """Return the class of a training configuration that has this section or setting; None if there is none."""
-    found = (
-        cls
-        for cls in (TrainConfig, SftConfig, RewardStageConfig)
-        if name in fields_of(cls) or name in setting_names(cls)
-    )
+    found = (cls for cls in (TrainConfig, SftConfig) if name in fields_of(cls) or name in setting_names(cls))
     return next(found, None)
 
 

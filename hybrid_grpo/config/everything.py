@@ -5,7 +5,7 @@
 from hybrid_grpo.config.alarms import AlarmConfig, AlarmsConfig, GuardConfig
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
-from hybrid_grpo.config.commands import RewardLoopConfig, RewardStageConfig, SftConfig
+from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.data import DataConfig, MixtureConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig

@@ -1,10 +1,9 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
 A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core:
-it has a section in `TrainConfig`, and also in the configurations of `sft` and `reward` if it needs no rollouts. What it
-does in a run is a `Feature` (run/feature.py), which its section names and `load` imports once a run starts: settings
-are read, checked and explained without torch, and a resumed run compares them, while the work of a feature holds
-models.
+it has a section in `TrainConfig`, and also in the configuration of `sft` if it needs no rollouts. What it does in a run
+is a `Feature` (run/feature.py), which its section names and `load` imports once a run starts: settings are read,
+checked and explained without torch, and a resumed run compares them, while the work of a feature holds models.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
 
 REGISTERED: tuple[str, ...] = (
-    "critic:CriticConfig",
     "teacher:TeacherConfig",
     "guests:GuestsConfig",
     "curriculum:CurriculumConfig",
@@ -51,19 +49,14 @@ class FeatureConfig:
     section = ""
     """Name of the section in a recipe, and of the feature's folder."""
     needs_rollouts = True
-    """Whether the feature takes part only in `train`, and not in `sft` and `reward`."""
+    """Whether the feature takes part only in `train`, and not in `sft`."""
     feature = ""
     """The `run.feature.Feature` that implements the feature, as `module:Class` in its folder; empty if the feature
     takes no part in steps."""
     page = ""
     """Path of the feature's page in the documentation."""
-    method = ""
-    """What papers call training with this feature, if not GRPO. Such a feature needs a setting `enabled`, and its
-    advantages replace the group-relative ones."""
     replaces_groups = ""
     """The setting that lets a run learn from groups of one completion; empty if the feature needs groups too."""
-    sees = True
-    """Whether the feature can do with prompts that have pictures."""
 
     @property
     def is_on(self) -> bool:
@@ -85,11 +78,6 @@ class FeatureConfig:
                 not names or name in names,
                 f"{self.section}.{name} {shown} has no effect {why}, or remove {self.section}.{name}",
             )
-
-    @property
-    def policy_waits(self) -> int:
-        """Steps at the beginning of the run in which the policy does not learn."""
-        return 0
 
     @property
     def models(self) -> dict[str, str | None]:

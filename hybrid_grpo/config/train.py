@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -94,21 +94,10 @@ class TrainConfig(ModelRunConfig):
     eval: EvalConfig = field(default_factory=EvalConfig)
     features: FeatureList = field(default_factory=list)
 
-    def without(self, kind: type[FeatureConfig], **others: Any) -> TrainConfig:
-        """The same configuration with a feature turned off and, at once, `others` of its sections; `kind` is the class
-        of the feature's section."""
-        changes: dict[str, Any] = {kind.section: kind(), **others}
-        return replace(self, **changes)
-
     @property
     def needs_weights(self) -> bool:
         """Whether the weights of the policy will be loaded."""
         return True
-
-    @property
-    def policy_waits(self) -> int:
-        """Steps at the beginning of the run in which the policy does not learn."""
-        return max((feature.policy_waits for feature in self.active_features), default=0)
 
     @property
     def off_policy_rows(self) -> int:
@@ -189,7 +178,7 @@ class TrainConfig(ModelRunConfig):
 
     def _check_alone(self) -> None:
         """Refuse settings about groups if each group is a single completion."""
-        if self.rollout.num_generations > 1 or any(feature.method for feature in self.active_features):
+        if self.rollout.num_generations > 1:
             return
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "step_discount")
         for name in (*compares, "overlong_buffer", "kl_in", "dynamic_sampling"):

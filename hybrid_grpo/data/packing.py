@@ -71,9 +71,13 @@ def pack(
             separated.
     """
     units = _units(rows, together)
-    alone = [_Group([[row] for row in unit]) for unit in units]
-    shared = _groups(rows, budget) if together == 1 else [_Group([unit]) for unit in units]
-    return _balanced(_worth_it(alone, shared, share), budget, device, reading)
+    groups = [_Group([[row] for row in unit]) for unit in units]
+    if share != "off":
+        shared = _groups(rows, budget) if together == 1 else [_Group([unit]) for unit in units]
+        every, fewer = (sum(group.tokens for group in way) for way in (groups, shared))
+        if share == "on" or every - fewer >= _WORTH_SHARING * every:
+            groups = shared
+    return _balanced(groups, budget, device, reading)
 
 
 def _units(rows: Sequence[TokenRow], together: int) -> list[list[TokenRow]]:
@@ -81,49 +85,7 @@ def _units(rows: Sequence[TokenRow], together: int) -> list[list[TokenRow]]:
     return [list(unit) for _, unit in groupby(rows, lambda row: row.index // together)]
 
 
-def pack_pairs(
-    pairs: Sequence[tuple[list[int], list[int]]],
-    budget: int,
-    device: torch.device,
-    *,
-    share: Literal["auto", "on", "off"],
-) -> list[MicroBatch]:
-    """Make micro-batches as `pack` does, for pairs of texts. Each text has one target, which follows its last token, so
-    that `MicroBatch.source` selects the last token. Collective.
-
-    Args:
-        pairs: the tokens of both texts of each pair; neither is empty. The texts of pair k are the consecutive rows 2 k
-            and 2 k + 1 of one micro-batch.
-        share: whether the common prefix of the two texts is computed once.
-    """
-    alone = [_Group([[row] for row in _pair(number, pair)]) for number, pair in enumerate(pairs)]
-    shared = [
-        _Group([_pair(number, pair, common)]) if (common := _common(*pair)) else alone[number]
-        for number, pair in enumerate(pairs)
-    ]
-    return _balanced(_worth_it(alone, shared, share), budget, device)
-
-
-def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[TokenRow]:
-    """Return the two rows of a pair. Their prompt is the first `common` tokens; their target is an arbitrary token."""
-    return [
-        TokenRow(2 * number + k, text[:common], [*text[common:], 0], [len(text) - common])
-        for k, text in enumerate(texts)
-    ]
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Return the length of the common prefix of two texts, in tokens."""
-    shorter = min(len(one), len(other))
-    return next((place for place in range(shorter) if one[place] != other[place]), shorter)
-
-
-def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", "on", "off"]) -> list[_Group]:
-    every, fewer = (sum(group.tokens for group in way) for way in (alone, shared))
-    return alone if share == "off" or (share == "auto" and every - fewer < _WORTH_SHARING * every) else shared
-
-
-def _balanced(groups: list[_Group], budget: int, device: torch.device, reading: Reading = TEXT) -> list[MicroBatch]:
+def _balanced(groups: list[_Group], budget: int, device: torch.device, reading: Reading) -> list[MicroBatch]:
     """Make micro-batches without splitting groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
@@ -197,16 +159,7 @@ def pad(
     """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
     units = _units(rows, together)
     parts = plan_rows([max(row.tokens for row in unit) for unit in units], budget, list(map(len, units)))
-    return _filled([_padded([row for i in part for row in units[i]], device, reading) for part in parts], device)
-
-
-def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """Make micro-batches as `pack_pairs` does, but pad rows to the longest. Collective."""
-    parts = plan_rows([2 * max(map(len, pair)) for pair in pairs], budget)
-    return _filled([_padded([row for k in part for row in _pair(k, pairs[k])], device) for part in parts], device)
-
-
-def _filled(batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    batches = [_padded([row for i in part for row in units[i]], device, reading) for part in parts]
     most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
     return batches + _fillers(most - len(batches), device, packed=False)
 
@@ -227,7 +180,7 @@ def plan_rows(lengths: Sequence[int], budget: int, sizes: Sequence[int] | None =
     return parts
 
 
-def _padded(rows: list[TokenRow], device: torch.device, reading: Reading = TEXT) -> MicroBatch:
+def _padded(rows: list[TokenRow], device: torch.device, reading: Reading) -> MicroBatch:
     width = max(row.tokens for row in rows)
     texts = [(row.prompt + row.completion)[:-1] for row in rows]
     source = [i * width + len(row.prompt) - 1 + t for i, row in enumerate(rows) for t in row.targets]

@@ -33,7 +33,7 @@ def way_out(setting: str, column: str, row: Row) -> str:
     """Return what to do about a column that the rows do not have."""
     usual = next((name for name in _USUAL.get(setting, ()) if name in row), None)
     if setting == "data.prompt_column" and {"chosen", "rejected"} <= {*row}:
-        return "hybrid-grpo reward trains on pairs of chosen and rejected"
+        return "pairs of chosen and rejected train reward models, for example with TRL's RewardTrainer"
     if usual is None:
         return did_you_mean(column, row)
     is_gsm8k = usual == "question" and "####" in str(row.get("answer"))

@@ -4,7 +4,7 @@ Inside `engine.sharded_loading` the weights are loaded into shards; this module 
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +38,6 @@ _RESAVE = "or save the model without them (save_pretrained)"
 _NO_TOKENIZER = "has no tokenizer: save the model's tokenizer in the same folder (tokenizer.save_pretrained)"
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 """Finds the number of a layer in the name of a weight."""
-Start = Callable[[Any], None]
-"""Initializes a weight, which may be sharded."""
 
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
@@ -184,35 +182,13 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
     """
     config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
-    return load_for_training(loader(config), policy, config, attention, setting=setting)
-
-
-def parameters_of(name: str, setting: str = "policy.model") -> int:
-    """Return a causal language model's number of parameters, computed from its configuration."""
-    config = load_config(name, setting)
-    with torch.device("meta"):
-        model = loader(config).from_config(config, trust_remote_code=False)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def load_for_training(
-    auto: Any,
-    policy: PolicyConfig,
-    config: Any,
-    attn_implementation: str,
-    fresh: Mapping[str, Start] | None = None,
-    setting: str = "policy.model",
-) -> Any:
-    """Load a model through `auto`, one of transformers' AutoModel classes, with the settings of `policy` and without
-    dropout, which changes `config` in place. For `fresh` and errors see `load_weights`."""
     model = load_weights(
-        auto,
+        loader(config),
         policy.model,
         without_dropout(config),
         setting,
-        fresh,
         dtype=getattr(torch, policy.dtype),
-        attn_implementation=attn_implementation,
+        attn_implementation=attention,
         use_safetensors=None if policy.pickled_weights else True,
     )
     if policy.gradient_checkpointing:
@@ -224,12 +200,17 @@ def load_for_training(
     return model
 
 
-def load_weights(
-    auto: Any, name: str, config: Any, setting: str, fresh: Mapping[str, Start] | None = None, **options: Any
-) -> Any:
+def parameters_of(name: str, setting: str = "policy.model") -> int:
+    """Return a causal language model's number of parameters, computed from its configuration."""
+    config = load_config(name, setting)
+    with torch.device("meta"):
+        model = loader(config).from_config(config, trust_remote_code=False)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any) -> Any:
     """Load a model through `auto`, one of transformers' AutoModel classes. Raises UserError if weights do not load, are
-    missing, are left out, or are not finite. `fresh` maps the names of weights that may be missing to their
-    initializers."""
+    missing, are left out, or are not finite."""
     options |= dequantizing(config)
     # Wrong shapes are reported below, by name.
     safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
@@ -244,16 +225,9 @@ def load_weights(
             loaded = {what: {*loaded[what], *noted[what]} for what in loaded}
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{setting} {name} does not load: {_why(error, name)}") from error
-    fresh = fresh or {}
-    for weight in fresh.keys() & set(loaded["missing_keys"]):
-        fresh[weight](model.get_parameter(weight))
     # transformers would start missing weights at random, leave out others, and only warn.
     for what, names, way_out in (
-        (
-            "lacks {} of the weights",
-            {*loaded["missing_keys"]} - fresh.keys(),
-            f"take a complete {type(model).__name__}",
-        ),
+        ("lacks {} of the weights", {*loaded["missing_keys"]}, f"take a complete {type(model).__name__}"),
         ("has the wrong shape for {} of the weights", {key[0] for key in loaded["mismatched_keys"]}, _OTHER_CONFIG),
         ("has {} weights beside those", _left_out(model, loaded["unexpected_keys"]), f"{_OTHER_CONFIG}, {_RESAVE}"),
     ):
@@ -352,22 +326,10 @@ def _held(parameter: Any) -> Tensor:
     return shard[: max(0, parameter.ds_numel - rank() * shard.numel())]
 
 
-def _put(parameter: Any, put: Callable[[Tensor, Tensor], Any], whole: Tensor) -> None:
-    """Call `put` with the part of a weight that this rank holds, and the same part of a tensor of its size, flat."""
-    held = _held(parameter).view(-1)
-    first = rank() * parameter.ds_tensor.numel() if hasattr(parameter, "ds_tensor") else 0
-    put(held, whole.view(-1)[first : first + len(held)])
-
-
-@torch.no_grad()
-def draw_normal(parameter: Any, std: float, seed: int) -> None:
-    """Fill a weight from a normal distribution with this standard deviation, the same for any number of ranks."""
-    count = getattr(parameter, "ds_numel", parameter.numel())
-    _put(parameter, Tensor.copy_, torch.empty(count).normal_(0.0, std, generator=torch.Generator().manual_seed(seed)))
-
-
 @torch.no_grad()
 def add_adapter(model: Any, name: str, setting: str = "policy.model") -> None:
     """Add an adapter to the weights of its base, rounded once, if the name of the model is that of an adapter."""
     for weight, added in changes(model, name, setting) if is_adapter(name) else ():
-        _put(weight, Tensor.add_, added)
+        held = _held(weight).view(-1)
+        first = rank() * weight.ds_tensor.numel() if hasattr(weight, "ds_tensor") else 0
+        held += added.view(-1)[first : first + len(held)]

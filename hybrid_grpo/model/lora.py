@@ -58,8 +58,7 @@ class Adapter:
 
 
 class Adapters:
-    """Injects adapters into a transformers model, sharded or not, and freezes everything else except the head of a
-    sequence classifier, which is new.
+    """Injects adapters into a transformers model, sharded or not, and freezes everything else.
 
     `seed` initializes the matrices A equally on every rank. Raises UserError if a layer that `lora` names does not
     exist or cannot have an adapter.
@@ -68,9 +67,8 @@ class Adapters:
     def __init__(self, model: Any, lora: LoraConfig, seed: int) -> None:
         import peft
 
-        classifies = model.get_output_embeddings() is None and hasattr(model, "score")
         config = peft.LoraConfig(
-            task_type="SEQ_CLS" if classifies else "CAUSAL_LM",
+            task_type="CAUSAL_LM",
             base_model_name_or_path=model.config.name_or_path,
             r=lora.rank,
             lora_alpha=lora.alpha,
@@ -84,8 +82,6 @@ class Adapters:
             except ValueError as error:
                 raise UserError(f"lora.target_modules: peft cannot adapt policy.model: {error}") from error
         self._config, self._beside_towers = model.peft_config[_NAME], lacks_towers(model)
-        self._head = {"score": model.score.weight.requires_grad_()} if classifies else {}
-        """Weights that are trained in full, by the path of their layer."""
         self.by_layer: dict[str, Adapter] = {
             path: Adapter.of(layer)
             for path, layer in model.named_modules()
@@ -103,15 +99,12 @@ class Adapters:
     def __str__(self) -> str:
         layers = [adapter.layer for adapter in self.by_layer.values()]
         count = sum(layer.r[_NAME] * (layer.in_features + layer.out_features) for layer in layers)
-        head = f", and the head ({', '.join(self._head)})" if self._head else ""
-        return (
-            f"{count:,} weights are trained, in adapters of rank {self._config.r} for {len(layers)} linear layers{head}"
-        )
+        return f"{count:,} weights are trained, in adapters of rank {self._config.r} for {len(layers)} linear layers"
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained matrices, A and B of every layer, and the head of a classifier."""
-        return [*(p for adapter in self.by_layer.values() for p in (adapter.down, adapter.up)), *self._head.values()]
+        """The trained matrices, A and B of every layer."""
+        return [p for adapter in self.by_layer.values() for p in (adapter.down, adapter.up)]
 
     def read(self, folder: str) -> None:
         """Take the matrices of an adapter, before they are sharded. Raises UserError if it has others."""
@@ -147,12 +140,9 @@ class Adapters:
             for path, adapter in self.by_layer.items()
             for name, parameter in (("lora_A", adapter.down), ("lora_B", adapter.up))
         }
-        for path, parameter in self._head.items():
-            state[f"base_model.model.{path}.weight"] = whole[parameter].detach().to("cpu", copy=True)
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = copy.copy(self._config)
         config.inference_mode = True
-        config.modules_to_save = list(self._head) or None
         if self._beside_towers:
             # The layers of towers may have the same names.
             config.target_modules = set(self.by_layer)
@@ -167,7 +157,7 @@ def check_lora(lora: LoraConfig, config: Any) -> None:
 
 
 def _targets(model: Any, lora: LoraConfig) -> list[str]:
-    head = model.get_output_embeddings() or getattr(model, "score", None)
+    head = model.get_output_embeddings()
     layers = dict(model.named_modules())
     linear = [path for path, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
     if lora.target_modules == "all-linear":

@@ -18,11 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import key_of, keys_of
 
 Pixels = Callable[[int], dict[str, Tensor]]
 """Returns what the tower takes of the picture with this key."""
+_OF_PICTURES = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "pooling_kernel_size")
+"""Fields of a tower's configuration that decide how many tokens a picture takes."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,20 @@ def image_token(config: Any) -> int | None:
     configuration names none."""
     named = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in named if isinstance(token, int)), None)
+
+
+def check_sight(model_config: Any, policy_config: Any, setting: str) -> None:
+    """Refuse a model that does not read the policy's pictures, or in other places, before weights load."""
+    refuse(not has_tower(model_config), f"{setting} reads no pictures, and prompts have some: take a model that does")
+
+    def layout(config: Any) -> list[Any]:
+        tower = getattr(config, "vision_config", None)
+        return [config.model_type, image_token(config), *(getattr(tower, name, None) for name in _OF_PICTURES)]
+
+    refuse(
+        layout(model_config) != layout(policy_config),
+        f"{setting} reads pictures otherwise than policy.model: take one of the same family of models",
+    )
 
 
 def _bytes(look: ImageEmbedding) -> int:

@@ -26,10 +26,7 @@ WIDTH = 80
 _NUMBERS = (
     ("reward/mean", "reward {:.3f}"),
     ("sft/loss", "loss {:.4f}"),
-    ("reward_model/loss", "loss {:.4f}"),
     ("held out", "held out {:.3f}"),
-    ("reward_model/heldout_accuracy", "held out {:.3f}"),
-    ("reward_model/train_accuracy", "accuracy {:.3f}"),
     ("completion/length_mean", "length {:.1f}"),
     ("time/step_s", "{:.2f} s/step"),
     ("left", "left {}"),
@@ -151,7 +148,7 @@ class ConsoleSink:
 class NotebookSink:
     """Shows a bar, a line of metrics, and curves of reward or loss and of accuracy in a cell, as plain HTML."""
 
-    CURVES = (("reward/mean", "reward"), ("sft/loss", "loss"), ("reward_model/loss", "loss"), ("accuracy", "held out"))
+    CURVES = (("reward/mean", "reward"), ("sft/loss", "loss"), ("accuracy", "held out"))
     EVERY_S = 0.5
 
     def __init__(self, steps: int, done: int = -1, show: Callable[[str], Any] | None = None) -> None:

@@ -12,13 +12,13 @@ from hybrid_grpo.records.files import replace_folder, replace_text, sync_tree
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
 
 if TYPE_CHECKING:
-    from hybrid_grpo.policy import TrainedModel
+    from hybrid_grpo.policy import Policy
 
 FACTS = "run.json"
 """Name of the file in an exported folder with facts about the export, such as the step after which it was written."""
 
 
-def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
+def export(policy: Policy, model: Path, facts: dict[str, float]) -> None:
     """Export the policy to the folder `model`, completely or not at all, with `facts` about it, such as its step.
     Raise WriteFailed on all ranks if any rank cannot write. Collective."""
     folder = model.parent

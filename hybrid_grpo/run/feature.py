@@ -1,8 +1,8 @@
 """Features, which extend GRPO, and how a run calls and combines them.
 
-A feature adds, for example, an advantage, a term of the loss, or another model that learns. `Feature` lists the methods
-that a run calls, in the order of the calls; by default they do nothing. Users can write their own features. A feature
-does not access the trainer.
+A feature adds, for example, a term of the advantages or of the loss. `Feature` lists the methods that a run calls, in
+the order of the calls; by default they do nothing. Users can write their own features. A feature does not access the
+trainer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybrid_grpo.config import BatchPlan, ModelRunConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.user_code import import_object
-from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
@@ -28,9 +28,6 @@ from hybrid_grpo.run.parts import SideModel, Stateful
 if TYPE_CHECKING:
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.memory.plan import FeatureMemory
-
-Log = Callable[[Numbers], None]
-"""Function that adds metrics to those of the step."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +39,15 @@ class Scored:
     scores: Scores
     old_logp_BT: Tensor | None
     """Log-probabilities of the policy that sampled; None if nothing needs them (see `Feature.needs_old_logp`)."""
-    kl_BT: Tensor | None
-    """KL to the reference if the KL is part of the reward, else None."""
-    beta: float
-    """Coefficient of this KL in the reward."""
-    micro_batches: Callable[[], list[MicroBatch]] = list
-    """Returns all rows of the rollout in micro-batches, without gradients. Collective."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What a feature contributes to the advantages of a rollout, and the metrics of it."""
+    """What a feature adds to the advantages of a rollout, and the metrics of it."""
 
     value_BT: Tensor | None
-    """Float32 [B, T]; None contributes nothing."""
+    """Float32 [B, T]; None adds nothing."""
     numbers: Numbers
-    replaces: bool = False
-    """Whether they are taken instead of those within groups, not added."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +70,14 @@ class Feature:
         config, plan: the run's settings and batch equation.
         inputs: the run's prompts, tokenizer and rewards.
 
-    A feature that needs no rollouts (see `FeatureConfig.needs_rollouts`) also takes part in `sft` and `reward`. There
-    `plan` and `inputs` are None, and the feature is only loaded, saved and exported, and its `stepped` called.
+    A feature that needs no rollouts (see `FeatureConfig.needs_rollouts`) also takes part in `sft`. There `plan` and
+    `inputs` are None, and the feature is only loaded, saved and exported, and its `stepped` called.
     """
 
     name = ""
     """Name of the feature in metrics and checkpoints."""
     is_timed = False
-    """Whether the metric `time/<name>_s` measures the time of `write`, `advantages` and `update`."""
+    """Whether the metric `time/<name>_s` measures the time of `write` and `advantages`."""
     needs_old_logp = False
     """Whether the feature needs `Scored.old_logp_BT`."""
     names: Mapping[str, Sequence[str]] = {}
@@ -111,7 +100,7 @@ class Feature:
         return None
 
     def load(self, policy: Policy) -> None:
-        """Load the feature's models, once the policy (in `reward`: the scorer) is loaded. Collective."""
+        """Load the feature's models, once the policy is loaded. Collective."""
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
         """Return completions that replace some of those that the policy would sample, at most `rows_per_group` in each
@@ -123,14 +112,8 @@ class Feature:
         return {}
 
     def advantages(self, scored: Scored) -> Advantages | None:
-        """Return a term of the advantages, or advantages that replace those within groups. Called once per rollout.
-        Collective."""
+        """Return a term of the advantages. Called once per rollout. Collective."""
         return None
-
-    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None], log: Log) -> bool:
-        """Learn from the micro-batches of an optimizer step before the policy, and pass the metrics to `log`; call
-        `beat` before each. Return whether the policy must not learn from them yet. Collective."""
-        return False
 
     def loss(self, batch: TrainBatch) -> LossTerm | None:
         """Return a term of the policy's loss on a micro-batch. It may also go back to the policy's head."""
@@ -156,8 +139,8 @@ class Features:
 
     @property
     def learn_beside_advantages(self) -> bool:
-        """Whether any feature learns from rows whose advantages are 0: by a term of the loss, or by its own update."""
-        return bool(self._with("loss") or self._with("update"))
+        """Whether any feature has a term of the loss, by which the policy learns from rows whose advantages are 0."""
+        return bool(self._with("loss"))
 
     @property
     def states(self) -> dict[str, Stateful]:
@@ -185,21 +168,12 @@ class Features:
         return numbers
 
     def advantages(self, scored: Scored) -> list[Advantages]:
-        """Return what features contribute to the advantages. Collective."""
+        """Return what features add to the advantages. Collective."""
         found = []
         for feature in self._with("advantages"):
             with self._timed(feature):
                 found.append(feature.advantages(scored))
         return [of_feature for of_feature in found if of_feature is not None]
-
-    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None], log: Log) -> bool:
-        """Let each feature learn from the micro-batches of an optimizer step. Return whether the policy must not learn
-        from them yet. Collective."""
-        waits = False
-        for feature in self._with("update"):
-            with self._timed(feature):
-                waits |= feature.update(batches, beat, log)
-        return waits
 
     def loss(self, batch: TrainBatch) -> LossTerm:
         """Return the sum of what features add to the loss of a micro-batch, each with its part of the head."""

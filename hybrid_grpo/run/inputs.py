@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from hybrid_grpo.config import PolicyConfig, TrainConfig, environment_rewards, reward_name
+from hybrid_grpo.config import TrainConfig, environment_rewards, reward_name
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Prompt
@@ -141,7 +140,7 @@ class RunInputs(EvalInputs):
             eval_set, fact = read_eval_set(held_out, config, sampler, partners, own, training.prompts)
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = fact
             eval_sets.append(eval_set)
-        check_pictures(config.policy, sampler, config.active_features)
+        sampler.check_sight(config.policy)
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
         facts["sampling"] = sampler.fact
         if warning := sampler.warning(training.prompts, config.data):
@@ -195,17 +194,8 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
         read_eval_set(of, config, sampler, partners, rewards[of.setting if of.rewards else "rewards"], ())[0]
         for of in sets
     ]
-    check_pictures(config.policy, sampler)
+    sampler.check_sight(config.policy)
     return EvalInputs(sampler, rewards["rewards"], eval_sets, partners)
-
-
-def check_pictures(policy: PolicyConfig, sampler: SamplingContext, features: Sequence[FeatureConfig] = ()) -> None:
-    """Raise UserError if prompts have pictures, and a setting in force cannot do with them."""
-    if not sampler.sees:
-        return
-    for feature in features:
-        refuse(not feature.sees, f"{feature.section} reads no pictures, and prompts have some: remove one of them")
-    sampler.check_sight(policy)
 
 
 def read_training_prompts(

@@ -17,29 +17,18 @@ class Stateful(Protocol):
 class Shards(Protocol):
     """Tensors outside the engine, of which every rank writes and reads its own part."""
 
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
-
-
-class SideModel:
-    """Weights that a feature keeps beside the policy's: of a model that it trains, or a copy. A checkpoint holds them
-    in shards (see `Shards`)."""
-
     def save(self, folder: Path) -> None:
-        """Write this rank's shards into the folder of a checkpoint."""
-        raise NotImplementedError
+        """Write this rank's part into the folder of a checkpoint."""
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on any number of ranks; raises UserError if nothing was saved. Collective."""
-        raise NotImplementedError
+
+
+class SideModel(Shards, Protocol):
+    """Weights that a feature keeps beside the policy's, such as their average. A checkpoint holds them in shards."""
 
     def checkpoint_bytes(self, weights: int) -> int:
         """Return the bytes of the shards over all ranks, if the policy trains `weights` weights."""
-        raise NotImplementedError
-
-    def scale_lr(self, lr_scale: float) -> None:
-        """Set the factor of the learning rate, after a run has gone back to a checkpoint."""
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:

@@ -60,7 +60,9 @@ class SamplingContext:
         return self.album is not None and not self.album.empty
 
     def check_sight(self, policy: PolicyConfig) -> None:
-        """Refuse settings of how the model is run with which it cannot see."""
+        """Refuse settings with which the model cannot see, if prompts that were read have pictures."""
+        if not self.sees:
+            return
         refuse(
             self.rollout.decoder != "paged",
             f"rollout.decoder {self.rollout.decoder} reads no pictures, and prompts have some: remove it",

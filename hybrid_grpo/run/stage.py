@@ -1,28 +1,21 @@
-"""A stage of training as a run sees it; the stages themselves are `trainer.py` and `commands/stages/`."""
+"""A stage of training as a run sees it; the stages themselves are `trainer.py` and `commands/sft_trainer.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.generation import Journal
-from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.records.step_trace import StepTrace
+from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.parts import Shards, Stateful
 from hybrid_grpo.run.stopping.progress import Progress
-
-
-class HeldOutSet(Protocol):
-    """Held-out data on which a stage measures its policy."""
-
-    @property
-    def every(self) -> int:
-        """Number of steps between evaluations; 0 means only before the first step and after the last."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +50,10 @@ class Stage:
         notes: what an alarm says beside its number, by its name.
     """
 
-    eval_sets: Sequence[HeldOutSet] = ()
+    eval_sets: Sequence[EvalSet] = ()
 
     def __init__(
-        self, policy: TrainedModel, meter: Meter, features: Sequence[Feature] = (), services: RunServices | None = None
+        self, policy: Policy, meter: Meter, features: Sequence[Feature] = (), services: RunServices | None = None
     ) -> None:
         services = services or RunServices()
         self.policy, self.meter, self.features = policy, meter, Features(features, meter)
@@ -106,7 +99,7 @@ class Stage:
         self.meter.add("policy/skipped_update", float(skips))
         return skips
 
-    def evaluate(self, step: int, sets: Sequence[Any]) -> None:
+    def evaluate(self, step: int, sets: Sequence[EvalSet]) -> None:
         """Measure the policy on held-out sets after a step; step 0 means before the first step."""
         raise NotImplementedError
 

@@ -1,10 +1,10 @@
 """Compares the settings of runs with each other and with the defaults, those that matter most first."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.building import to_dict
 from hybrid_grpo.config.composition import about
 from hybrid_grpo.records.files import as_json, flattened
@@ -53,6 +53,5 @@ def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
 @functools.lru_cache(maxsize=8)
 def _defaults(sections: frozenset[str]) -> dict[str, str]:
     """Return the defaults of the training command that has the most of these sections."""
-    commands: Sequence[Any] = (TrainConfig, SftConfig, RewardStageConfig)
-    known = [to_dict(command()) for command in commands]
+    known = [to_dict(TrainConfig()), to_dict(SftConfig())]
     return _texts(max(known, key=lambda of: len(sections & of.keys()) - len(of.keys() - sections)))

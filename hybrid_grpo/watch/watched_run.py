@@ -29,7 +29,7 @@ from hybrid_grpo.watch.table import Column, Table
 AXES = ("step", "tokens", "hours")
 """The x axes of curves: steps, tokens so far (sampled or, in a supervised run, trained on), and hours worked so far."""
 _TELLING = (
-    *("eval/[^/]+/accuracy", "reward/mean", "sft/loss", "reward_model/heldout_accuracy", "reward_model/loss"),
+    *("eval/[^/]+/accuracy", "reward/mean", "sft/loss"),
     *("completion/length_mean", "policy/entropy", "throughput/generated_tokens_per_s"),
 )
 """Patterns of the metrics by which runs are compared at a glance."""

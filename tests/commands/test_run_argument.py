@@ -1,4 +1,4 @@
-"""A run as the first argument: of `train`, `sft` and `reward`, to every command that reads recipes."""
+"""A run as the first argument: of `train` and `sft`, to every command that reads recipes."""
 
 import pytest
 import yaml
@@ -8,7 +8,7 @@ from hybrid_grpo.commands import eval as evaluation
 from hybrid_grpo.commands import generate
 from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig
 from hybrid_grpo.commands.run_argument import options_of_run
-from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.kept_code import keep_code
 from hybrid_grpo.config.parsing import configure, parse
@@ -17,7 +17,6 @@ from hybrid_grpo.config.user_code import import_object
 STAGES = {
     "train": (TrainConfig, {"rewards": ["exact_match"], "eval": {"every": 5}, "data": {"eval_path": "h.jsonl"}}),
     "sft": (SftConfig, {"sft": {"batch_size": 8}}),
-    "reward": (RewardStageConfig, {"reward": {"batch_size": 8}, "eval": {"every": 5}, "data": {"eval_path": "h"}}),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from user import User
 
 from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig, ServeRewardConfig
-from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, build, dump
+from hybrid_grpo.config import SftConfig, TrainConfig, build, dump
 from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.composition import about, is_unused, setting_names
 from hybrid_grpo.config.errors import UserError
@@ -62,6 +62,6 @@ def test_rewards_of_a_task_are_served(user: User) -> None:
 def test_a_command_has_the_settings_that_it_needs() -> None:
     assert len(setting_names(ChatConfig)) < 60 and len(setting_names(ScoreConfig)) < 30
     assert not {"grpo", "checkpoint", "engine", "lora", "guard"} & {name for cls in READERS for name in fields_of(cls)}
-    names = {name for cls in (TrainConfig, SftConfig, RewardStageConfig) for name in setting_names(cls)}
+    names = {name for cls in (TrainConfig, SftConfig) for name in setting_names(cls)}
     marked = {command for name in names for command in (about(name).unused_by or "").split()}
     assert marked <= {"plan", *(cls.command for cls in READERS)}

@@ -5,7 +5,7 @@ import re
 from paths import ROOT
 
 from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
+from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.foreign_names import conversions, foreign_name, foreign_names
 from hybrid_grpo.config.parsing import parse
@@ -14,14 +14,13 @@ from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 
 PAGE = (ROOT / "docs/coming-from.md").read_text()
 NAMES = setting_names(TrainConfig)
-ALL_NAMES = {*NAMES, *setting_names(SftConfig), *setting_names(RewardStageConfig)}
+ALL_NAMES = {*NAMES, *setting_names(SftConfig)}
 WITH = {
     "grpo.kl_estimator": ["--grpo.beta", "0.1", "--grpo.kl_in", "reward"],
     "grpo.kl_in": ["--grpo.beta", "0.1"],
     "grpo.ref_every": ["--grpo.beta", "0.1"],
     "grpo.ref_mix": ["--grpo.beta", "0.1", "--grpo.ref_every", "1"],
     "lora.target_modules": ["--lora.rank", "8"],
-    "rollout.num_generations": ["--critic.enabled", "true"],
 }
 """What a setting needs beside it."""
 

@@ -17,7 +17,7 @@ from hybrid_grpo.commands.configs import (
     ServeRewardConfig,
     WatchConfig,
 )
-from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.commands import RecipeReader
 from hybrid_grpo.config.composition import settings_of
 from hybrid_grpo.config.errors import UserError
@@ -33,7 +33,7 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
 
 
 CLASSES = [
-    *(TrainConfig, SftConfig, RewardStageConfig, EvaluateConfig),
+    *(TrainConfig, SftConfig, EvaluateConfig),
     *(GenerateConfig, ChatConfig, PublishConfig, ServeRewardConfig, WatchConfig),
 ]
 

@@ -12,7 +12,7 @@ from paths import ROOT
 from tiny_models import VOCABULARY, build, tiny_config
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, plan_rows
+from hybrid_grpo.data.packing import pack, pad, plan_rows
 from hybrid_grpo.model.attention import ATTENTION, routed_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.sidecars import TokenRow
@@ -335,41 +335,3 @@ def test_every_rank_has_as_many_micro_batches_as_the_one_with_most(groups, budge
 
 def test_no_rows_are_no_micro_batches():
     assert packed([], [], 10, "auto") == padded([], [], 10) == []
-    assert pack_pairs([], 10, CPU, share="auto") == pad_pairs([], 10, CPU) == []
-
-
-PAIRS = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 9)).filter(lambda n: n[0] or all(n[1:]))
-)
-"""Tokens that two texts have in common, and those of each behind them."""
-
-
-@given(shapes=PAIRS, budget=st.integers(1, 80), way=st.sampled_from(["on", "off", "auto", "padded"]))
-def test_the_texts_of_a_pair_stand_together_and_their_last_tokens_are_selected(shapes, budget, way):
-    rng = random.Random(0)
-    texts = []
-    for common, *own in shapes:
-        start = [rng.randrange(1, 60) for _ in range(common)]
-        # The texts part with another token each, where both go on.
-        texts.append(tuple([*start, *([60 + k] * more)] for k, more in enumerate(own)))
-    pad_or_pack = pad_pairs if way == "padded" else pack_pairs
-    batches = pad_or_pack(texts, budget, CPU, **({} if way == "padded" else {"share": way}))
-    assert sorted(row for micro in batches for row in micro.rows) == list(range(2 * len(texts)))
-    for micro in batches:
-        assert all(micro.rows[i + 1] == micro.rows[i] + 1 for i in range(0, len(micro.rows), 2))
-        assert not any(row % 2 for row in micro.rows[::2])
-        assert micro.input_ids_bS.numel() <= budget or len(micro.rows) == 2
-        ids, positions = micro.input_ids_bS.flatten(), micro.position_ids.flatten()
-        places = micro.source(torch.arange(len(ids)))
-        assert len(places) == len(micro.rows) == int(micro.mask_bT.sum())
-        seen_NN = None if micro.segments is None else seen(micro)
-        for place, row in zip(places, micro.rows, strict=True):
-            text = texts[row // 2][row % 2]
-            assert int(ids[place]) == text[-1] and int(positions[place]) == len(text) - 1
-            if seen_NN is not None:
-                before = seen_NN[place].nonzero()[:, 0]
-                assert ids[before[positions[before].argsort()]].tolist() == text
-    if way != "padded":
-        every, shared = sum(len(text) for pair in texts for text in pair), sum(map(sum, shapes))
-        saves = way == "on" or (way == "auto" and every - shared >= 0.1 * every)
-        assert sum(sizes(batches)) == (shared if saves else every)

@@ -11,7 +11,7 @@ from char_tokenizer import IDS, TEMPLATE, char_tokenizer
 from reward_helpers import completion
 from tiny_models import build, tiny_config
 
-from hybrid_grpo.commands.stages.pairs import read_pairs
+from hybrid_grpo.commands.pairs import read_pairs
 from hybrid_grpo.config import DataConfig, RewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.checks import check_sft
 from hybrid_grpo.config.errors import UserError

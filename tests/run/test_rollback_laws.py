@@ -25,7 +25,6 @@ from hybrid_grpo.distributed.movement import Movement
 from hybrid_grpo.distributed.tensor_files import settle
 from hybrid_grpo.engine import Engine, StepResult
 from hybrid_grpo.features.average.average import MovingAverage
-from hybrid_grpo.features.critic.critic import Critic, CriticFeature
 from hybrid_grpo.generation import Request, Stats
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.exports import exported
@@ -72,7 +71,7 @@ class OneRank:
         pass
 
 
-class Tiny:
+class TinyPolicy(Policy):
     def __init__(self) -> None:
         self.config, self.total_steps, self.tokenizer = PolicyConfig("none", lr_schedule="linear", lr=1.0), STEPS, None
         self.optimizer_steps = self.skipped_steps = 0
@@ -84,25 +83,15 @@ class Tiny:
         (folder / "numbers").write_text(json.dumps(self.engine.numbers))
 
 
-class TinyPolicy(Tiny, Policy):  # type: ignore[misc]
-    pass
-
-
-class TinyCritic(Tiny, Critic):  # type: ignore[misc]
-    pass
-
-
 class Steps(Stage):
-    """Steps with a reward, an evaluation after each, a critic and a moving average. `sampled` counts the completions
-    that were sampled; after that of a step, the process may be `killed`."""
+    """Steps with a reward, an evaluation after each, and a moving average. `sampled` counts the completions that were
+    sampled; after that of a step, the process may be `killed`."""
 
     eval_sets = (SimpleNamespace(every=1),)
 
     def __init__(self, run: TrainingRun, reward: Table, accuracy: Table, sampled: Counter[Any], killed: Any) -> None:
         self.run, self.reward, self.accuracy, self.sampled, self.killed = run, reward, accuracy, sampled, killed
-        critic = CriticFeature.__new__(CriticFeature)
-        critic.model = self.critic = TinyCritic()
-        super().__init__(TinyPolicy(), Meter(evals=["heldout"]), [critic], services=run.services)
+        super().__init__(TinyPolicy(), Meter(evals=["heldout"]), services=run.services)
         self.policy.journal = run.services.journal
         self.shards = MovingAverage(self.policy.engine.module, self.policy.engine.optimizer, 0, 0.5)
 
@@ -121,8 +110,6 @@ class Steps(Stage):
         reward = self.reward(step, back)
         self.meter.update({f"reward/{name}": (reward, 1) for name in ("min", "max")})
         self.meter.add("policy/kl", float("nan") if reward == DIVERGED else 0.1)
-        self.meter.add("critic/lr", self.critic.lr)
-        self.critic.step()
         self.step_optimizer()
         self.shards.update()
 
@@ -178,8 +165,7 @@ def what_is_left(folder: Path, stopped: bool) -> dict[str, Any]:
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(len(lines)))
-    rates, of_critic = ([round(line[name], 5) for line in lines[1:]] for name in ("policy/lr", "critic/lr"))
-    assert of_critic == rates, "the critic is as careful as the policy"
+    rates = [round(line["policy/lr"], 5) for line in lines[1:]]
     checkpoints = Checkpoints(folder / "checkpoints", 9)
     newest, _ = checkpoints.newest_whole()
     assert newest is not None

@@ -8,8 +8,7 @@ import torch
 from transformers import Qwen2Config
 
 import hybrid_grpo.commands.sft
-import hybrid_grpo.commands.stages.reward
-import hybrid_grpo.commands.stages.sft
+import hybrid_grpo.commands.sft_trainer
 import hybrid_grpo.commands.train
 import hybrid_grpo.run.inputs
 import hybrid_grpo.run.training

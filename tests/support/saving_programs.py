@@ -12,7 +12,6 @@ from reshaping_programs import AS_IF_LARGE, LORA, ROUND_ROBIN, build
 
 from hybrid_grpo.distributed import tensor_files
 from hybrid_grpo.features.average.settings import AverageConfig
-from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.run.saving.manifest import Manifest
 
@@ -22,7 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 1 in bfloat16": {"stage": 1, "dtype": "bfloat16"},
     "stage 0": {"stage": 0},
     "adapters": {"stage": 3, "lora": LORA},
-    "features": {"stage": 3, "critic": CriticConfig(enabled=True), "average": AverageConfig(decay=0.5)},
+    "features": {"stage": 3, "average": AverageConfig(decay=0.5)},
 }
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from hybrid_grpo.config import BatchPlan, ModelRunConfig
 from hybrid_grpo.distributed import shards
 from hybrid_grpo.features.average.settings import AverageConfig
-from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.memory.phases import Part
@@ -104,7 +104,7 @@ class Average(Feature):
     def __init__(self, config: ModelRunConfig, plan: BatchPlan | None, inputs: RunInputs | None) -> None:
         self._decay = config.of(AverageConfig).decay
 
-    def load(self, policy: TrainedModel) -> None:
+    def load(self, policy: Policy) -> None:
         """Start the average as a copy of the policy's weights."""
         assert self._decay is not None
         engine = policy.engine

@@ -23,11 +23,11 @@ from hybrid_grpo.generation import Callbacks, Request, stream_key
 from hybrid_grpo.generation.beside import workspace_beside
 from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.model.architectures import check_architecture
-from hybrid_grpo.model.compatibility import check_sight
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths, stop_ids
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer
 from hybrid_grpo.model.reading import Reading
+from hybrid_grpo.model.sight import check_sight
 
 _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
 """Bounds in nats. Log-probabilities computed in half precision may be above 0 because of rounding."""

@@ -13,11 +13,12 @@ from hybrid_grpo.data.pictures import sight_of
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.architectures import undecodable
-from hybrid_grpo.model.compatibility import check_compatible, check_sight
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, vocabulary_of
-from hybrid_grpo.model.loading import load_config, load_model, training_attention
+from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.sight import VisionEncoder
+from hybrid_grpo.model.sight import VisionEncoder, check_sight
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.turns.partners import with_tools
@@ -58,7 +59,7 @@ class TeacherModel:
             reason = undecodable(self.model_config)
             what = f"{setting} {self.name}: {self.model_config.model_type}: {reason}: take another model"
             refuse(reason is not None, what)
-            check_compatible(self._own, self.model_config, policy, self._inputs.tokenizer, setting)
+            self._check_rows()
             if self._inputs.sampler.sees:
                 check_sight(self.model_config, load_config(policy.model), f"{setting} {self.name}")
         own = vocabulary_of(self._inputs.tokenizer, load_config(policy.model))
@@ -70,6 +71,24 @@ class TeacherModel:
         prompts = [prompt for prompt in self._inputs.prompts if self.teaches(prompt)]
         if prompts:  # the rows of a source may all be too long for the policy
             self._check_prompts(list(map(self.reads, prompts)))
+
+    def _check_rows(self) -> None:
+        """Refuse a model whose files, tokenizer or attention do not match the policy's."""
+        own, policy, setting = self._own, self._config.policy, self._setting
+        check_files(own.model, self.model_config, pickled=own.pickled_weights, setting=setting)
+        refuse(
+            load_tokenizer(own.model, setting).get_vocab() != self._inputs.tokenizer.get_vocab(),
+            f"{setting} {own.model} has a different tokenizer from policy.model {policy.model}: use a teacher of the"
+            " same family of models",
+        )
+        packs, policy_packs = (
+            training_attention(own, config) == ATTENTION for config in (self.model_config, load_config(policy.model))
+        )
+        refuse(
+            packs != policy_packs,
+            f"{setting} {own.model} and policy.model cannot read the same rows, since only one of them needs padding:"
+            " set policy.attn_implementation to sdpa",
+        )
 
     def _check_prompts(self, read: list[list[int]]) -> None:
         rollout, column = self._config.rollout, self.settings.prompt_column

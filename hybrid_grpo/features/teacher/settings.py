@@ -66,7 +66,6 @@ class TeacherConfig(FeatureConfig):
     feature = "teacher:Teacher"
     page = "docs/distillation.md"
     replaces_groups = "a teacher"
-    sees = True
 
     @property
     def is_on(self) -> bool:

@@ -17,10 +17,9 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, to_dict
+from hybrid_grpo.config import SftConfig, TrainConfig, to_dict
 from hybrid_grpo.config.composition import about
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.features import registered
 from hybrid_grpo.config.recipes import Dumper, read_recipe
 from hybrid_grpo.config.sources import looks_like_path
 from hybrid_grpo.config.tasks import READY_MADE, ready_made_settings
@@ -31,11 +30,10 @@ from hybrid_grpo.records.publishing.redaction import publishable, publishable_te
 _STAGES: dict[str, tuple[str, str, Any]] = {
     "grpo": ("train", "GRPO", TrainConfig),
     "sft": ("sft", "supervised fine-tuning", SftConfig),
-    "reward": ("reward", "training a reward model on pairs of answers", RewardStageConfig),
 }
 """Command, method and configuration class of each stage, by the section of settings that only this stage has."""
-ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)|reward_model/heldout_accuracy")
-_MEASURED = re.compile(r"eval/[^/]+/(?!stderr)[^/]+|reward_model/heldout_\w+")
+ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)")
+_MEASURED = re.compile(r"eval/[^/]+/(?!stderr)[^/]+")
 _MOST_ROWS = 12
 """Maximum number of rows in the table of evaluations during the run."""
 
@@ -98,9 +96,6 @@ class TrainedRun:
     @cached_property
     def stage(self) -> tuple[str, str, Any]:
         """Command, method and configuration class of the run's training stage."""
-        for name, feature in registered().items():
-            if feature.method and self.settings.get(name, {}).get("enabled"):
-                return "train", feature.method, TrainConfig
         for section, stage in _STAGES.items():
             if section in self.settings:
                 return stage
@@ -199,14 +194,13 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
     """Write the model card of a run, which shows the picture curves.svg if that is in the same folder. The model can
     be loaded under `name`."""
     command, method, cls = run.stage
-    is_reward_model = command == "reward"
     head = ModelCardData(
         base_model=None if run.is_local(run.ancestors[-1]) else run.ancestors[-1],
         datasets=run.data_sets or None,
         library_name="transformers",
         license=license,
-        pipeline_tag="text-classification" if is_reward_model else "text-generation",
-        tags=["hybrid_grpo", {"train": method.lower(), "reward": "reward-model"}.get(command, command)],
+        pipeline_tag="text-generation",
+        tags=["hybrid_grpo", "grpo" if command == "train" else command],
         model_name=run.folder.resolve().name,
         eval_results=_results(run, evaluation.numbers) or None,
     )
@@ -220,7 +214,6 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
         step=run.step,
         steps=run.settings.get("run", {}).get("steps"),
         starts=[_spelled(model, run.is_local(model)) for model in run.ancestors],
-        is_reward_model=is_reward_model,
         is_chat=run.is_chat,
         system=run.settings.get("data", {}).get("system_prompt"),
         has_adapter=(run.model / "adapter").is_dir(),
@@ -265,7 +258,7 @@ def _interval(name: str, line: Mapping[str, float]) -> Interval | None:
 
 
 def _row(number: Measurement) -> list[str]:
-    name = number.name.removeprefix("eval/").removeprefix("reward_model/")
+    name = number.name.removeprefix("eval/")
     low_high = f"{number.interval[0]:.3f} to {number.interval[1]:.3f}" if number.interval else ""
     return [name, "" if number.before is None else f"{number.before:.3f}", f"{number.value:.3f}", low_high]
 
@@ -283,13 +276,11 @@ def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
 
 def _results(run: TrainedRun, numbers: list[Measurement]) -> list[EvalResult]:
     """Return the accuracies in the hub's format."""
-    task = "text-classification" if run.stage[0] == "reward" else "text-generation"
     results = []
     for number in numbers:
         if ACCURACY.fullmatch(number.name) and math.isfinite(number.value):
-            held_out, _, metric = number.name.removeprefix("eval/").removeprefix("reward_model/").rpartition("/")
-            held_out, metric = held_out or "heldout", metric.removeprefix("heldout_")
-            results.append(EvalResult(task, run.source_of(held_out), held_out, metric, number.value))
+            held_out, _, metric = number.name.removeprefix("eval/").rpartition("/")
+            results.append(EvalResult("text-generation", run.source_of(held_out), held_out, metric, number.value))
     return results
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybrid_grpo.config import EvalConfig
 from hybrid_grpo.distributed.ranks import all_gather_objects
-from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.exports import export, exported
 from hybrid_grpo.records.write_failures import WriteFailed
 
@@ -56,7 +56,7 @@ class Best:
         """Return whether these metrics are better than the best evaluation so far."""
         return values.get(self._metric or "", math.nan) > self._value
 
-    def take(self, policy: TrainedModel, step: int, values: dict[str, float]) -> str:
+    def take(self, policy: Policy, step: int, values: dict[str, float]) -> str:
         """Keep the weights of a step if its evaluation is the best so far. Return a warning if they cannot be written,
         otherwise an empty text. Collective."""
         value = values.get(self._metric or "", math.nan)

@@ -131,6 +131,4 @@ def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -
         shards.load(checkpoint.folder)
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:
         stage.policy.scale_lr(lr_scale)
-        for model in stage.features.models:
-            model.scale_lr(lr_scale)
     return state

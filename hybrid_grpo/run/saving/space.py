@@ -3,7 +3,6 @@
 import resource
 import shutil
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -11,7 +10,6 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.distributed.hardware import host_free_bytes
 from hybrid_grpo.distributed.ranks import local_ranks
-from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.folder import say
 from hybrid_grpo.run.stage import Stage
 
@@ -23,10 +21,11 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     """Check the disk space, print what the run will take of it, and return the bytes of a checkpoint over all ranks.
     Raise UserError if the disk lacks room for the kept checkpoints, one more being written, and the exported models
     (`models` of the run and those of features). Rollouts and metrics are small by comparison, and not counted."""
-    sizes = _sizes(stage.policy)
+    # Parameters, each with its number of elements over all ranks.
+    sizes = [(p, getattr(p, "ds_numel", p.numel())) for p in stage.policy.engine.engine.module.parameters()]
     model = sum(size * p.element_size() for p, size in sizes)
-    trained = _trained(stage.policy)
-    checkpoint = states_bytes(stage.policy) + sum(of.checkpoint_bytes(trained) for of in stage.features.models)
+    trained = sum(size for p, size in sizes if p.requires_grad)
+    checkpoint = _STATE_BYTES * trained + sum(of.checkpoint_bytes(trained) for of in stage.features.models)
     if stage.shards is not None:
         checkpoint += 4 * sum(size for _, size in sizes) if stage.shards_are_float32 else model
     models += sum(len(of.exports) for of in stage.features.models)
@@ -52,17 +51,3 @@ def has_memory(bytes_: int) -> bool:
     its largest memory so far, which it may need again."""
     given_back = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - psutil.Process().memory_info().rss
     return bytes_ + max(0, given_back) <= host_free_bytes() // local_ranks()
-
-
-def states_bytes(model: TrainedModel) -> int:
-    """Return the bytes of a model's trained weights and optimizer states in a checkpoint, over all ranks."""
-    return _STATE_BYTES * _trained(model)
-
-
-def _trained(model: TrainedModel) -> int:
-    return sum(size for p, size in _sizes(model) if p.requires_grad)
-
-
-def _sizes(model: TrainedModel) -> list[tuple[Any, int]]:
-    """Return the parameters of a model, each with its number of elements over all ranks."""
-    return [(p, getattr(p, "ds_numel", p.numel())) for p in model.engine.engine.module.parameters()]

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from memory_plans import CPU, GPU, SIZES, N, recipe
 
-from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.building import build, setting_names
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
@@ -26,7 +26,7 @@ def test_it_is_in_host_memory_and_sharded_as_the_optimizer_is(stage, owned):
         assert {part.name: part.bytes for part in phase.parts}["moving average"] == 4 * owned
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SftConfig, RewardStageConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, SftConfig])
 def test_every_stage_of_training_has_it(cls):
     assert "average.decay" in setting_names(cls)
     assert build(cls, {"average": {"decay": 0.5}}).active_features[-1] == AverageConfig(decay=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def two(folder: Path) -> dict[str, Any]:
 def one(folder: Path) -> dict[str, Any]:
     """The completions of a policy without guests; the same steps on one rank; and a run by the command."""
     trainer = build(folder)
-    config = trainer.config.without(GuestsConfig)
+    config = replace(trainer.config, guests=GuestsConfig())
     alone = Trainer(config, batch_plan(config, 1), trainer.policy, None, RunInputs.read(config), trainer.device)
     rollout = alone.sample(alone.draw_prompts(), 1)
     seen: dict[str, Any] = {"steps": [step(trainer, 1), step(trainer, 2)]}

@@ -123,7 +123,7 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
     policy: Any = SimpleNamespace(engine=LogprobModel(model), micro_batches=micro_batches)
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None, **BLIND)
     scores: Any = None
-    scored = Scored(rollout, scores, rollout.logp_BT, None, 0.0)
+    scored = Scored(rollout, scores, rollout.logp_BT)
     teacher = loaded(config, policy, inputs, monkeypatch)
     found = teacher.advantages(scored)
     assert found.value_BT is None and len(teacher._next_tokens) == 4
@@ -252,7 +252,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     plan: Any = None
     teacher, policy = Teacher(config, plan, inputs), SimpleNamespace(engine=None, micro_batches=micro_batches)
     teacher.load(policy)  # type: ignore[arg-type]
-    found = teacher.advantages(Scored(rollout, None, rollout.logp_BT, None, 0.0))  # type: ignore[arg-type]
+    found = teacher.advantages(Scored(rollout, None, rollout.logp_BT))  # type: ignore[arg-type]
     assert seen == [f"{what} {size}" for size in (80, 90) for what in ("read with", "release")]
 
     def told(name: str, prompt: list[int], ids: list[int]) -> torch.Tensor:
@@ -272,7 +272,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     # A rank may have no row for a teacher.
     for group in (0, 1):
         part = rollout.groups([group])
-        own_BT = teacher.advantages(Scored(part, None, part.logp_BT, None, 0.0)).value_BT  # type: ignore[arg-type]
+        own_BT = teacher.advantages(Scored(part, None, part.logp_BT)).value_BT  # type: ignore[arg-type]
         rows_BT, expected = (
             part.mask_BT & mask_BT[2 * group :][:2, : part.mask_BT.shape[1]],
             expected_BT[2 * group :][:2],

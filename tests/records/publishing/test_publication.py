@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybrid_grpo as hg
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, build, dump
+from hybrid_grpo.config import SftConfig, TrainConfig, build, dump
 
 SECRET = "s3cret"
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
@@ -70,10 +70,7 @@ LINES: list[dict[str, Any]] = [
     },
     {"step": 5, "reward/mean": 9.0, "eval/heldout/accuracy": 0.999},  # of steps after the model was exported
 ]
-STAGES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sft": (SftConfig, {"policy": {"model": "some/base"}, "data": {"path": "some/pairs"}, "sft": {"batch_size": 2}}),
-    "reward": (RewardStageConfig, {"policy": {"model": "some/base"}, "data": {"path": "pairs.jsonl"}}),
-}
+SFT = {"policy": {"model": "some/base"}, "data": {"path": "some/pairs"}, "sft": {"batch_size": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -246,18 +243,13 @@ def test_nothing_that_strangers_should_not_see_is_published(run: Path) -> None:
     assert files(run / "model") == before
 
 
-@pytest.mark.parametrize("stage, lines, tags, pipeline, results", [
-    ("sft", [{"step": 1, "sft/loss": 2.0}, {"step": 4, "sft/loss": 1.0}], "sft", "text-generation", None),
-    ("reward", [{"step": 4, "reward_model/heldout_accuracy": 0.875}], "reward-model", "text-classification", 0.875),
-])  # fmt: skip
-def test_other_stages(run: Path, weights: Path, stage: str, lines: Any, tags: str, pipeline: str, results: Any) -> None:
-    cls, settings = STAGES[stage]
-    make_run(Path("runs/other"), weights, build(cls, settings), lines)
+def test_a_supervised_run(run: Path, weights: Path) -> None:
+    lines = [{"step": 1, "sft/loss": 2.0}, {"step": 4, "sft/loss": 1.0}]
+    make_run(Path("runs/other"), weights, build(SftConfig, SFT), lines)
     hg.publish("runs/other", folder="out")
     head = ModelCard.load("out/README.md").data
-    assert (head.tags, head.pipeline_tag) == (["hybrid_grpo", tags], pipeline)
-    assert results == (head.eval_results[0].metric_value if head.eval_results else None)
-    assert head.datasets == (["some/pairs"] if stage == "sft" else None)
+    assert (head.tags, head.pipeline_tag) == (["hybrid_grpo", "sft"], "text-generation")
+    assert not head.eval_results and head.datasets == ["some/pairs"]
 
 
 def test_a_model_trained_in_stages_names_the_one_that_all_began_with(run: Path, weights: Path) -> None:

@@ -75,15 +75,14 @@ def test_a_moving_average_is_kept_in_float32(tmp_path):
     assert [*kept, space.check_space(tmp_path, CheckpointConfig(), stage)] == [14_000, 16_000]
 
 
-def test_a_model_that_is_trained_too_is_kept_with_the_policy(tmp_path, monkeypatch):
-    """Its weights and moments are in every checkpoint, and no model of it is written."""
-    policy, critic = (torch.nn.ParameterList([torch.zeros(n)]) for n in (1000, 500))
+def test_what_a_feature_keeps_is_in_every_checkpoint(tmp_path, monkeypatch):
+    """No model of it is written."""
     feature = Own(None, None, None)
-    feature.model = SimpleNamespace(checkpoint_bytes=lambda _: space.states_bytes(trained(critic)), exports={})
-    stage = stage_of(policy, features=[feature])
-    free = SimpleNamespace(free=2 * 12 * 1500 + 4000)
+    feature.model = SimpleNamespace(checkpoint_bytes=lambda weights: 6 * weights, exports={})
+    stage = stage_of(torch.nn.ParameterList([torch.zeros(1000)]), features=[feature])
+    free = SimpleNamespace(free=2 * 18 * 1000 + 4000)
     monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: free)
-    assert space.check_space(tmp_path, CheckpointConfig(keep=1), stage) == 12 * 1500
+    assert space.check_space(tmp_path, CheckpointConfig(keep=1), stage) == 18 * 1000
     free.free -= 1
     with pytest.raises(UserError, match="make room"):
         space.check_space(tmp_path, CheckpointConfig(keep=1), stage)

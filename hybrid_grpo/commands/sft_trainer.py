@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hybrid_grpo.commands.stages.pairs import Pair
+from hybrid_grpo.commands.pairs import Pair
 from hybrid_grpo.config import SftConfig
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.distributed.ranks import rank, world_size

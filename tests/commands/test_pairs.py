@@ -3,7 +3,7 @@ import json
 import pytest
 from char_tokenizer import TEMPLATE, char_tokenizer, ids
 
-from hybrid_grpo.commands.stages.pairs import read_pairs
+from hybrid_grpo.commands.pairs import read_pairs
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.prompts import read_prompts
