@@ -60,7 +60,7 @@ class AlarmsConfig:
     """completion/clipped_frac, minus its mean over the first 10 steps of the run."""
     dead_groups: AlarmConfig | None = _alarm(above=0.8, patience=10)
     """Share of groups that teach nothing although they have wrong completions: group/zero_std_frac minus
-    group/all_right_frac. The alarm is off if a feature makes groups unnecessary."""
+    group/all_right_frac. The alarm is off if a feature teaches without rewards."""
     constant_reward: AlarmConfig | None = _alarm(below=1e-6, patience=10)
     """reward/max minus reward/min. A task that has been learned does not set off the alarm: every completion is right
     now, but was not in the first steps. The alarm is off if a feature teaches without rewards."""

@@ -55,8 +55,6 @@ class FeatureConfig:
     takes no part in steps."""
     page = ""
     """Path of the feature's page in the documentation."""
-    replaces_groups = ""
-    """The setting that lets a run learn from groups of one completion; empty if the feature needs groups too."""
 
     @property
     def is_on(self) -> bool:
@@ -91,8 +89,8 @@ class FeatureConfig:
 
     @property
     def teaches(self) -> Literal["nothing", "sampled", "all"]:
-        """From which completions the policy learns even if all rewards are equal, or there are none: from those that it
-        sampled, or also from those that other features supply."""
+        """From which completions the policy learns even if all rewards are equal, or groups have one completion: from
+        those that it sampled, or also from those that other features supply."""
         return "nothing"
 
     @property

@@ -108,7 +108,7 @@ class LoraConfig:
         return self
 
 
-OF_SHARDS = ("offload_param", "zero_hpz_partition_size")
+_OF_SHARDS = ("offload_param", "zero_hpz_partition_size")
 """Sections of zero_optimization that concern sharded weights."""
 _DEEPSPEED = yaml.safe_load(Path(__file__).with_name("deepspeed_settings.yaml").read_text(encoding="utf-8"))
 """Which settings DeepSpeed has, and which of them are derived or refused here."""
@@ -141,7 +141,7 @@ class EngineConfig:
         """Return the ZeRO stage on a number of ranks."""
         if self.zero_stage is not None:
             return self.zero_stage
-        needs_shards = self.fetching or any(self._given(f"zero_optimization.{name}") for name in OF_SHARDS)
+        needs_shards = self.fetching or any(self._given(f"zero_optimization.{name}") for name in _OF_SHARDS)
         return 3 if ranks > 1 or needs_shards else 2
 
     @model_validator(mode="after")
@@ -162,7 +162,7 @@ class EngineConfig:
                 "nvme" in self._given(f"zero_optimization.{name}.device"),
                 f"engine.deepspeed.zero_optimization.{name}.device nvme is not supported ({why}): set it to cpu",
             )
-        for name in OF_SHARDS:
+        for name in _OF_SHARDS:
             refuse(
                 bool(self._given(f"zero_optimization.{name}")) and self.zero_stage in (0, 1, 2),
                 f"engine.deepspeed.zero_optimization.{name} concerns sharded weights, which engine.zero_stage"

@@ -155,9 +155,9 @@ class TrainConfig(ModelRunConfig):
         return self
 
     def _check_groups(self) -> None:
-        ways = [f"or {section.replaces_groups}" for section in self.feature_configs if section.replaces_groups]
+        ways = [f"or a {section.section}" for section in self.feature_configs if section.teaches != "nothing"]
         refuse(
-            self.rollout.num_generations < 2 and not any(feature.replaces_groups for feature in self.active_features),
+            self.rollout.num_generations < 2 and all(of.teaches == "nothing" for of in self.active_features),
             f"rollout.num_generations {self.rollout.num_generations} makes no group: advantages need"
             f" {', '.join(['2 or more', *ways])}",
         )

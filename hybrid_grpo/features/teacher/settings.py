@@ -65,7 +65,6 @@ class TeacherConfig(FeatureConfig):
     about = About(rank=7)
     feature = "teacher:Teacher"
     page = "docs/distillation.md"
-    replaces_groups = "a teacher"
 
     @property
     def is_on(self) -> bool:

@@ -63,12 +63,11 @@ class Symptoms:
 
     Args:
         outcome: name of the reward function that tells right answers from wrong ones; empty if there is none.
-        groups: whether the policy learns from differences within groups of completions.
-        rewarded: whether the policy learns from rewards alone.
+        rewarded: whether the policy learns from rewards alone, which differ within groups.
     """
 
-    def __init__(self, outcome: str = "", *, groups: bool = True, rewarded: bool = True) -> None:
-        self._outcome, self._groups, self._rewarded = outcome, groups, rewarded
+    def __init__(self, outcome: str = "", *, rewarded: bool = True) -> None:
+        self._outcome, self._rewarded = outcome, rewarded
         self._past: dict[str, list[float]] = defaultdict(list)
         """Values of the steps so far, by metric; the key `outcome` holds the means of the outcome's reward function."""
         self._best: _Best | None = None
@@ -87,9 +86,7 @@ class Symptoms:
         if not isinstance(config, TrainConfig):
             return cls()
         outcome = config.eval.outcome or next(iter(config.reward_names), "")
-        groups = config.rollout.num_generations > 1 and not any(of.replaces_groups for of in config.active_features)
-        rewarded = all(of.teaches == "nothing" for of in config.active_features)
-        return cls(outcome, groups=groups, rewarded=rewarded)
+        return cls(outcome, rewarded=all(of.teaches == "nothing" for of in config.active_features))
 
     def needs(self, name: str) -> bool:
         """Return whether any symptom needs this metric."""
@@ -161,7 +158,7 @@ class Symptoms:
     def _dead_groups(self, values: dict[str, float]) -> Sign | None:
         dead, right = values["group/zero_std_frac"], values.get("group/all_right_frac", 0.0)
         words = f"{dead:.0%} of the groups give no gradient, and in {right:.0%} all completions are right"
-        return Sign(dead - right, words) if self._groups else None
+        return Sign(dead - right, words) if self._rewarded else None
 
     def _constant(self, values: dict[str, float]) -> Sign | None:
         spread, start = values["reward/max"] - values["reward/min"], _start(self._past["reward/mean"])

@@ -166,9 +166,8 @@ def test_an_alarm_names_what_its_number_counts():
 
 
 def test_groups_and_rewards_say_nothing_where_the_policy_does_not_need_them():
-    alone, teacher = alarms(groups=False), alarms(groups=False, rewarded=False)
+    teacher = alarms(rewarded=False)
     rows = [(step, {**HEALTHY, **EQUAL, "group/all_right_frac": 0.0}) for step in range(1, 20)]
-    assert {alarm.alarm for row in rows for alarm in alone.watch(*row)} == {"constant_reward"}
     assert not [alarm for row in rows for alarm in teacher.watch(*row)]
 
 
