@@ -260,9 +260,8 @@ class Trainer(Stage):
         variance_BT: Tensor | None = None
         if old.logp_BT is not None and old.squares_BT is not None:
             variance_BT = path_variances(old.logp_BT, old.squares_BT, rollout.mask_BT)
-        weights, total = self.reward_weights, self.sum_over_ranks
         advantages_BT, numbers = token_advantages(
-            rollout, scores, config.grpo, limit, weights, kl_BT, beta, total, variance_BT
+            rollout, scores, config.grpo, limit, self.reward_weights, kl_BT, beta, self.sum_over_ranks, variance_BT
         )
         self.meter.update(numbers)
         for of in found:
