@@ -90,7 +90,6 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "punished": {"grpo.overlong_buffer": 4},
     },
     "adapters": {"none": {}, "lora": {"lora.rank": 2}},
-    "moving average": {"none": {}, "kept": {"average.decay": 0.9}},
     "teacher": {
         "none": {},
         "advantage": {"teacher.model": "other"},

@@ -39,7 +39,7 @@ from typing import Any
 from machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("grpo", "turns", "run", "features/average/average.py", "data/packing.py", "generation/scheduler.py")
+FILES = ("grpo", "turns", "run", "data/packing.py", "generation/scheduler.py")
 TESTS = ("grpo", "turns", "run", "model", "data", "generation", "features", "rewards", "config", "commands")
 """Folders of tests; top-level tests are included too, except those of pages and scripts."""
 TOP = ("engine", "gpu_start", "policy", "trainer")

@@ -37,7 +37,6 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
-    from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.fingerprints import of_inputs
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.training import TrainingRun
@@ -60,7 +59,6 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     longest = max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs)
     check_lengths(model_config, longest, "data.max_prompt_tokens + sft.max_completion_tokens")
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
-    features = make_features(config)
     facts = {"data": report, "attention": describe(config.policy, device), **weights_fact(config.policy)}
     training = TrainingRun(parsed, facts, device, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
@@ -71,11 +69,9 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     policy = Policy(
         config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=lora, seed=seed, album=album
     )
-    for feature in features:
-        feature.load(policy)
     say(f"weights: {verified(policy)}")
     doing.end()
-    trainer = SftTrainer(config, policy, pairs, device, features, training.services)
+    trainer = SftTrainer(config, policy, pairs, device, training.services)
     training.train(trainer, write_report)
     say(f"model: {training.folder / 'model'}")
     return training.folder

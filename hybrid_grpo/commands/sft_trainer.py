@@ -1,7 +1,6 @@
 """Supervised fine-tuning on pairs of prompt and completion, usually before RL, with the same engine as GRPO."""
 
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -12,7 +11,6 @@ from hybrid_grpo.distributed.ranks import rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_machine
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.stage import RunServices, Stage
 
 
@@ -27,10 +25,9 @@ class SftTrainer(Stage):
         policy: Policy,
         pairs: list[Pair],
         device: torch.device,
-        features: Sequence[Feature] = (),
         services: RunServices | None = None,
     ) -> None:
-        super().__init__(policy, Meter(device=device), features, services)
+        super().__init__(policy, Meter(device=device), services=services)
         self.config = config
         self.device = device
         self.loader = PromptLoader(

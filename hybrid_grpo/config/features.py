@@ -1,9 +1,9 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
 A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core:
-it has a section in `TrainConfig`, and also in the configuration of `sft` if it needs no rollouts. What it does in a run
-is a `Feature` (run/feature.py), which its section names and `load` imports once a run starts: settings are read,
-checked and explained without torch, and a resumed run compares them, while the work of a feature holds models.
+it has a section in `TrainConfig`. What it does in a run is a `Feature` (run/feature.py), which its section names and
+`load` imports once a run starts: settings are read, checked and explained without torch, and a resumed run compares
+them, while the work of a feature holds models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ REGISTERED: tuple[str, ...] = (
     "teacher:TeacherConfig",
     "guests:GuestsConfig",
     "curriculum:CurriculumConfig",
-    "average:AverageConfig",
 )
 """Folder and settings class of each feature, in the order in which features are called."""
 FeatureList = Annotated[
@@ -48,8 +47,6 @@ class FeatureConfig:
 
     section = ""
     """Name of the section in a recipe, and of the feature's folder."""
-    needs_rollouts = True
-    """Whether the feature takes part only in `train`, and not in `sft`."""
     feature = ""
     """The `run.feature.Feature` that implements the feature, as `module:Class` in its folder; empty if the feature
     takes no part in steps."""
@@ -129,11 +126,9 @@ def feature_folders() -> list[Path]:
     return [Path(__file__).parent.parent / "features" / folder for folder in registered()]
 
 
-def with_feature_sections(cls: ClassT, *, needs_rollouts: bool) -> ClassT:
-    """Class decorator, applied before `dataclass`: adds a field for the section of every feature that needs rollouts,
-    or of every one that does not."""
+def with_feature_sections(cls: ClassT) -> ClassT:
+    """Class decorator, applied before `dataclass`: adds a field for the section of every feature."""
     for name, settings in registered().items():
-        if settings.needs_rollouts == needs_rollouts:
-            cls.__annotations__[name] = settings
-            setattr(cls, name, field(default_factory=settings))
+        cls.__annotations__[name] = settings
+        setattr(cls, name, field(default_factory=settings))
     return cls

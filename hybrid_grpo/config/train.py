@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from functools import partial
 from typing import TypeVar
 
 from pydantic import model_validator
@@ -28,7 +27,6 @@ learning rate, weights are about 0.02, and a number with 8 bits loses a change o
 
 
 @dataclass(frozen=True, config=SECTION)
-@partial(with_feature_sections, needs_rollouts=False)
 class ModelRunConfig:
     """The sections that all training commands have."""
 
@@ -46,7 +44,7 @@ class ModelRunConfig:
 
     @property
     def feature_configs(self) -> list[FeatureConfig]:
-        """The sections of the features that the command has, whether they are on or off."""
+        """The sections of features, whether they are on or off; `sft` has none."""
         return [getattr(self, name) for name in registered() if hasattr(self, name)]
 
     @property
@@ -82,7 +80,7 @@ class ModelRunConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-@partial(with_feature_sections, needs_rollouts=True)
+@with_feature_sections
 class TrainConfig(ModelRunConfig):
     """GRPO training. Registered features add their sections (see config/features.py)."""
 

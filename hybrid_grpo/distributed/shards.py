@@ -62,15 +62,9 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) 
     """Read what `save_optimizer` wrote, on any number of ranks and at any stage. Raises UserError if a file or weight
     is missing, or the checkpoint belongs to another model. Collective."""
     saved = _Saved(folder, _POLICY, _shapes(module))
-    with changing(optimizer, stage):
+    with _changing(optimizer, stage):
         for flat in _optimizer_flats(module, optimizer, stage):
             saved.restore(flat, _inner(optimizer, stage))
-
-
-def trained_tensors(module: nn.Module, optimizer: Any, stage: int) -> list[Tensor]:
-    """Return the float32 weights that DeepSpeed's `optimizer` updates on this rank, as flat tensors that hold weights
-    or parts of weights, with padding."""
-    return [flat.tensor.detach() for flat in _optimizer_flats(module, optimizer, stage)]
 
 
 def trained_pieces(module: nn.Module, optimizer: Any, stage: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
@@ -86,8 +80,8 @@ def trained_pieces(module: nn.Module, optimizer: Any, stage: int) -> Iterator[tu
 
 
 @contextmanager
-def changing(optimizer: Any, stage: int) -> Iterator[None]:
-    """A context in which `trained_tensors` may be changed; on exit the weights follow the changes. Collective."""
+def _changing(optimizer: Any, stage: int) -> Iterator[None]:
+    """A context in which the optimizer's tensors may be changed; on exit the weights follow them. Collective."""
     tensor_files.settle()
     if stage == 3:
         # No weight may stay gathered while its shards change.
@@ -101,24 +95,6 @@ def changing(optimizer: Any, stage: int) -> Iterator[None]:
         optimizer.checkpoint_event_epilogue()
     elif stage > 0:
         optimizer.update_lp_params()
-
-
-def save_copies(
-    folder: Path, name: str, copies: Sequence[Tensor], module: nn.Module, optimizer: Any, stage: int
-) -> None:
-    """Write tensors of this rank that have the layout of `trained_tensors`."""
-    held = _copies(copies, module, optimizer, stage) if stage > 0 or rank() == 0 else []
-    _write(folder, name, _shapes(module), held, {})
-
-
-@torch.no_grad()
-def load_copies(
-    folder: Path, name: str, copies: Sequence[Tensor], module: nn.Module, optimizer: Any, stage: int
-) -> None:
-    """Read what `save_copies` wrote; see `load_optimizer`."""
-    saved = _Saved(folder, name, _shapes(module))
-    for flat in _copies(copies, module, optimizer, stage):
-        saved.restore(flat)
 
 
 def same_parts(module: Any, other: Any, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -195,11 +171,6 @@ def _optimizer_flats(module: nn.Module, optimizer: Any, stage: int) -> list[_Fla
         _Flat(flat, list(_row_pieces(row, places, flat.numel(), names)))
         for flat, row, places in zip(flats, rows, starts, strict=True)
     ]
-
-
-def _copies(copies: Sequence[Tensor], module: nn.Module, optimizer: Any, stage: int) -> list[_Flat]:
-    flats = _optimizer_flats(module, optimizer, stage)
-    return [_Flat(copy, flat.pieces) for copy, flat in zip(copies, flats, strict=True)]
 
 
 def _module_flats(module: Any) -> list[_Flat]:

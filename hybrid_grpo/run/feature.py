@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hybrid_grpo.config import BatchPlan, ModelRunConfig, TrainConfig
+from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.user_code import import_object
@@ -23,7 +23,7 @@ from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores,
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.run.parts import SideModel, Stateful
+from hybrid_grpo.run.parts import Stateful
 
 if TYPE_CHECKING:
     from hybrid_grpo.run.inputs import RunInputs
@@ -69,9 +69,6 @@ class Feature:
     Args:
         config, plan: the run's settings and batch equation.
         inputs: the run's prompts, tokenizer and rewards.
-
-    A feature that needs no rollouts (see `FeatureConfig.needs_rollouts`) also takes part in `sft`. There `plan` and
-    `inputs` are None, and the feature is only loaded, saved and exported, and its `stepped` called.
     """
 
     name = ""
@@ -85,9 +82,6 @@ class Feature:
     logged as `feature/x` if it is listed here: `{"<number>": ["x"]}`."""
     facts: Mapping[str, str] = {}
     """What the feature has read, as lines for the console and the run folder, by name."""
-    model: SideModel | None = None
-    """Weights that the feature keeps beside the policy's, which checkpoints hold and which may be exported. Set by
-    `load`."""
     memory: type[FeatureMemory] | None = None
     """Plans the feature's memory; None if it needs none worth planning."""
 
@@ -146,11 +140,6 @@ class Features:
     def states(self) -> dict[str, Stateful]:
         """The features' parts of a checkpoint, by the name of the feature."""
         return {feature.name: feature.state for feature in self._features if feature.state is not None}
-
-    @property
-    def models(self) -> list[SideModel]:
-        """The weights that features keep beside the policy's."""
-        return [feature.model for feature in self._features if feature.model is not None]
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
         """Return the completions that features supply, by the keys of their random streams."""
@@ -214,15 +203,12 @@ def metric_names(features: Sequence[Feature]) -> Mapping[str, Sequence[str]]:
     return names
 
 
-def make_features(
-    config: ModelRunConfig, plan: BatchPlan | None = None, inputs: RunInputs | None = None
-) -> list[Feature]:
+def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> list[Feature]:
     """Return the features of a run, the user's own last. Raise UserError if a feature does not fit the run."""
-    given_here = config.features if isinstance(config, TrainConfig) else []
-    own = [import_object(given, f"features {given}") if isinstance(given, str) else given for given in given_here]
+    own = [import_object(given, f"features {given}") if isinstance(given, str) else given for given in config.features]
     classes = [feature.load() for feature in config.active_features]
     features: list[Feature] = [make(config, plan, inputs) for make in classes if make is not None]
-    for make, given in zip(own, given_here, strict=True):
+    for make, given in zip(own, config.features, strict=True):
         setting, feature = f"features {function_text(given)}", make(config, plan, inputs)
         what = "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"
         refuse(not isinstance(feature, Feature), f"{setting} {what}")

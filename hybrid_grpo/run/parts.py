@@ -1,7 +1,5 @@
 """Interfaces of the parts of a checkpoint other than the policy."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,16 +20,3 @@ class Shards(Protocol):
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on any number of ranks; raises UserError if nothing was saved. Collective."""
-
-
-class SideModel(Shards, Protocol):
-    """Weights that a feature keeps beside the policy's, such as their average. A checkpoint holds them in shards."""
-
-    def checkpoint_bytes(self, weights: int) -> int:
-        """Return the bytes of the shards over all ranks, if the policy trains `weights` weights."""
-
-    @property
-    def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """More models to export: maps the name of a model's folder, `model_...`, to a function that makes a context
-        manager, within which the policy has the weights of that model."""
-        return {}

@@ -71,11 +71,6 @@ class Stage:
         """Everything in a checkpoint except for the policy and the shards, by name."""
         return {**self.parts, **self.features.states}
 
-    @property
-    def all_shards(self) -> list[Shards]:
-        """All shards in a checkpoint other than the weights and their optimizer states."""
-        return [*([] if self.shards is None else [self.shards]), *self.features.models]
-
     def step(self, step: int) -> None:
         """Execute the step with this number; the first is 1."""
         raise NotImplementedError

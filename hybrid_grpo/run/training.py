@@ -291,16 +291,12 @@ class TrainingRun:
             say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
-        """Export the models of features, and then `model/`, whose presence means that the run is finished. Each is
-        written completely or not at all. Raise UserError if that fails."""
+        """Export `model/`, whose presence means that the run is finished, completely or not at all. Raise UserError if
+        that fails."""
         self.saver.finish(stage)
-        modes = [mode for model in stage.features.models for mode in model.exports.items()]
-        model = self.folder
+        model = self.folder / "model"
         try:
-            for name, mode in [*modes, ("model", nullcontext)]:
-                model = self.folder / name
-                with mode():
-                    export(stage.policy, model, {"step": step})
+            export(stage.policy, model, {"step": step})
         except WriteFailed as failure:
             if self.saver.step != step:
                 self.saver.save(stage, step, self._states(stage))

@@ -24,7 +24,6 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.distributed.movement import Movement
 from hybrid_grpo.distributed.tensor_files import settle
 from hybrid_grpo.engine import Engine, StepResult
-from hybrid_grpo.features.average.average import MovingAverage
 from hybrid_grpo.generation import Request, Stats
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.exports import exported
@@ -83,9 +82,25 @@ class TinyPolicy(Policy):
         (folder / "numbers").write_text(json.dumps(self.engine.numbers))
 
 
+class Follower:
+    """Follows the weights half of the way; implements `Shards`."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.own = weight, weight.detach().clone()
+
+    def update(self) -> None:
+        self.own.lerp_(self.weight.detach(), 0.5)
+
+    def save(self, folder: Path) -> None:
+        torch.save(self.own, folder / "follower.pt")
+
+    def load(self, folder: Path) -> None:
+        self.own = torch.load(folder / "follower.pt")
+
+
 class Steps(Stage):
-    """Steps with a reward, an evaluation after each, and a moving average. `sampled` counts the completions that were
-    sampled; after that of a step, the process may be `killed`."""
+    """Steps with a reward, an evaluation after each, and a copy that follows. `sampled` counts the completions that
+    were sampled; after that of a step, the process may be `killed`."""
 
     eval_sets = (SimpleNamespace(every=1),)
 
@@ -93,7 +108,7 @@ class Steps(Stage):
         self.run, self.reward, self.accuracy, self.sampled, self.killed = run, reward, accuracy, sampled, killed
         super().__init__(TinyPolicy(), Meter(evals=["heldout"]), services=run.services)
         self.policy.journal = run.services.journal
-        self.shards = MovingAverage(self.policy.engine.module, self.policy.engine.optimizer, 0, 0.5)
+        self.shards = self.follower = Follower(self.policy.engine.module["w"])
 
     def step(self, step: int) -> None:
         def sample(requests: list[Request], on_finish: Any) -> Any:
@@ -111,7 +126,7 @@ class Steps(Stage):
         self.meter.update({f"reward/{name}": (reward, 1) for name in ("min", "max")})
         self.meter.add("policy/kl", float("nan") if reward == DIVERGED else 0.1)
         self.step_optimizer()
-        self.shards.update()
+        self.follower.update()
 
     def evaluate(self, step: int, sets: Any) -> None:
         self.meter.add(METRIC, self.accuracy(step, self.run.checkpoints.rollbacks))

@@ -382,16 +382,16 @@ def save(trainer: Trainer, folder: Path, tag: str) -> None:
     """As a run saves a checkpoint."""
     state = {name: part.state_dict() for name, part in trainer.all_parts.items()}
     trainer.policy.engine.save(folder, tag, {"policy": trainer.policy.state_dict(), **state})
-    for part in trainer.all_shards:
-        part.save(folder / tag)
+    if trainer.shards is not None:
+        trainer.shards.save(folder / tag)
     barrier()
 
 
 def restore(trainer: Trainer, folder: Path, tag: str) -> None:
     """As a run goes on from a checkpoint."""
     state = trainer.policy.engine.load(folder, tag)
-    for part in trainer.all_shards:
-        part.load(folder / tag)
+    if trainer.shards is not None:
+        trainer.shards.load(folder / tag)
     trainer.policy.load_state_dict(state["policy"])
     for name, part in trainer.all_parts.items():
         part.load_state_dict(state[name])

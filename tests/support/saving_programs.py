@@ -11,7 +11,6 @@ from rank_programs import main
 from reshaping_programs import AS_IF_LARGE, LORA, ROUND_ROBIN, build
 
 from hybrid_grpo.distributed import tensor_files
-from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.run.saving.checkpoints import Checkpoints
 from hybrid_grpo.run.saving.manifest import Manifest
 
@@ -21,7 +20,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 1 in bfloat16": {"stage": 1, "dtype": "bfloat16"},
     "stage 0": {"stage": 0},
     "adapters": {"stage": 3, "lora": LORA},
-    "features": {"stage": 3, "average": AverageConfig(decay=0.5)},
 }
 
 
@@ -44,7 +42,7 @@ def written(folder: Path, trainer: Any) -> list[dict[str, Any]]:
 
     def saved() -> tuple[Any, ...]:
         state = {name: part.state_dict() for name, part in trainer.all_parts.items()}
-        return trainer.policy.engine, trainer.done, {"policy": trainer.policy.state_dict(), **state}, trainer.all_shards
+        return trainer.policy.engine, trainer.done, {"policy": trainer.policy.state_dict(), **state}, trainer.shards
 
     for step in (1, 2, 3):
         trainer.step(step)

@@ -58,10 +58,6 @@ class FeatureMemory:
         """Return the memory that the feature holds from step to step, on the host or on the device."""
         raise NotImplementedError
 
-    def saved(self, plan: Plan) -> int:
-        """Return the bytes of the feature's tensors in this rank's files of a checkpoint."""
-        return 0
-
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
         """Return the seconds that the feature adds to a step, if a forward pass of the policy over a rollout takes
         `forward` seconds, and training on the rollout takes as long as `passes` forward passes."""
@@ -320,7 +316,7 @@ class Plan:
         """Return the copy from which a checkpoint is written; if there is no memory for it, training waits instead."""
         grpo = self.config.grpo
         of_reference = (4 if grpo.averages_reference else self.dtype) * self.n // self.ranks if grpo.ref_every else 0
-        size = 12 * self.owned + of_reference + sum(feature.saved(self) for feature in self.features)
+        size = 12 * self.owned + of_reference
         return Part("copy to save", size if self.config.checkpoint.copies else 0, fewest=0)
 
     def feature_parts(self, on_host: bool) -> list[Part]:

@@ -9,7 +9,7 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,14 +96,14 @@ class Checkpoints:
             self._verified_run = manifest.run
         return Checkpoint(folder, manifest)
 
-    def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = ()) -> None:
+    def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
         """Write the checkpoint of `step`; `state` and `shards` are this rank's own. If it cannot be written, raise
         WriteFailed on all ranks; earlier checkpoints then remain as they were. Collective."""
         self.begin(engine, step, state, shards)
         self.finish()
 
     def begin(
-        self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = (), *, copy: bool = False
+        self, engine: Engine, step: int, state: dict[str, Any], shards: Shards | None = None, *, copy: bool = False
     ) -> bool:
         """Begin to write a checkpoint in a thread, which `finish` waits for; see `save`. With `copy` the run may
         continue meanwhile: a copy is written. Return False, having begun nothing, if a rank lacks the memory for it."""
@@ -114,8 +114,8 @@ class Checkpoints:
             # One key for our state: the engine stores its own keys next to it.
             with files.collecting():
                 engine.save(self.folder, draft.name, {"hybrid_grpo": {"step": step, **state}})
-                for part in shards:
-                    part.save(draft)
+                if shards is not None:
+                    shards.save(draft)
             return not copy or has_memory(sum(tensor.nbytes for tensor in files.tensors))
 
         with self._cleared_on_failure(tag):

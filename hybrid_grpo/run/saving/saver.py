@@ -69,7 +69,7 @@ class Saver:
             if beside and self._config.asynchronous and self._begin(stage, step, states):
                 self._under_way = step
             else:
-                self.checkpoints.save(stage.policy.engine, step, states, stage.all_shards)
+                self.checkpoints.save(stage.policy.engine, step, states, stage.shards)
                 self._saved(stage, step, time.monotonic() - start)
         self._saved_at = time.monotonic()
 
@@ -86,7 +86,7 @@ class Saver:
                 self._saved(stage, step, self.checkpoints.finish())
 
     def _begin(self, stage: Stage, step: int, states: dict[str, Any]) -> bool:
-        if self.checkpoints.begin(stage.policy.engine, step, states, stage.all_shards, copy=True):
+        if self.checkpoints.begin(stage.policy.engine, step, states, stage.shards, copy=True):
             return True
         if not self._is_short:
             say("checkpoint.asynchronous: the host lacks memory for a copy, so training waits for checkpoints")
@@ -127,8 +127,8 @@ def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -
         # Settings that were added with run.allow_changes may need parts that the checkpoint lacks.
         refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: remove its settings")
         part.load_state_dict(state[name])
-    for shards in stage.all_shards:
-        shards.load(checkpoint.folder)
+    if stage.shards is not None:
+        stage.shards.load(checkpoint.folder)
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:
         stage.policy.scale_lr(lr_scale)
     return state

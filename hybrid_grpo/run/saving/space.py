@@ -19,16 +19,15 @@ _STATE_BYTES = 12
 
 def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: int = 1) -> int:
     """Check the disk space, print what the run will take of it, and return the bytes of a checkpoint over all ranks.
-    Raise UserError if the disk lacks room for the kept checkpoints, one more being written, and the exported models
-    (`models` of the run and those of features). Rollouts and metrics are small by comparison, and not counted."""
+    Raise UserError if the disk lacks room for the kept checkpoints, one more being written, and `models`
+    exported models. Rollouts and metrics are small by comparison, and not counted."""
     # Parameters, each with its number of elements over all ranks.
     sizes = [(p, getattr(p, "ds_numel", p.numel())) for p in stage.policy.engine.engine.module.parameters()]
     model = sum(size * p.element_size() for p, size in sizes)
     trained = sum(size for p, size in sizes if p.requires_grad)
-    checkpoint = _STATE_BYTES * trained + sum(of.checkpoint_bytes(trained) for of in stage.features.models)
+    checkpoint = _STATE_BYTES * trained
     if stage.shards is not None:
         checkpoint += 4 * sum(size for _, size in sizes) if stage.shards_are_float32 else model
-    models += sum(len(of.exports) for of in stage.features.models)
     count = config.keep + 1 if config.is_on else 0
     # A resumed run replaces the checkpoints that it has already written.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())

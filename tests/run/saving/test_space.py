@@ -7,31 +7,12 @@ import torch
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.run import CheckpointConfig
-from hybrid_grpo.run.feature import Feature
-from hybrid_grpo.run.parts import SideModel
 from hybrid_grpo.run.saving import space
 from hybrid_grpo.run.stage import Stage
 
 
-class Copy(SideModel):
-    """A float32 copy of the weights, which is exported too."""
-
-    @property
-    def exports(self):
-        return {"model_copy": None}
-
-    def checkpoint_bytes(self, weights):
-        return 4 * weights
-
-
-class Own(Feature):
-    """Keeps weights beside the policy's."""
-
-    name, model = "own", Copy()
-
-
-def stage_of(module, shards=None, features=()):
-    stage = Stage(trained(module), None, features)
+def stage_of(module, shards=None):
+    stage = Stage(trained(module), None)
     stage.shards = shards
     return stage
 
@@ -41,19 +22,18 @@ def trained(module):
 
 
 @pytest.mark.parametrize(
-    ("config", "shards", "copies", "needed"),
+    ("config", "shards", "needed"),
     [
         # Weights of 4 bytes: 1000 that are trained, 200 that are not; two kept and one that is written.
-        (CheckpointConfig(keep=2), None, 0, 3 * 12_000 + 4_800),
-        (CheckpointConfig(keep=1), object(), 0, 2 * (12_000 + 4_800) + 4_800),
-        (CheckpointConfig(keep=1), object(), 1, 2 * (16_000 + 4_800) + 2 * 4_800),
-        (CheckpointConfig(every=0, every_minutes=0), None, 0, 4_800),
+        (CheckpointConfig(keep=2), None, 3 * 12_000 + 4_800),
+        (CheckpointConfig(keep=1), object(), 2 * (12_000 + 4_800) + 4_800),
+        (CheckpointConfig(every=0, every_minutes=0), None, 4_800),
     ],
 )
-def test_what_is_kept_must_fit_and_is_printed(tmp_path, monkeypatch, capsys, config, shards, copies, needed):
+def test_what_is_kept_must_fit_and_is_printed(tmp_path, monkeypatch, capsys, config, shards, needed):
     module = torch.nn.ParameterList([torch.zeros(10, 100), torch.zeros(200)])
     module[1].requires_grad_(False)
-    stage = stage_of(module, shards, [Own(None, None, None)] * copies)
+    stage = stage_of(module, shards)
     step = tmp_path / "checkpoints" / "step_000001"
     step.mkdir(parents=True)
     (step / "policy_00000_of_00001.pt").write_bytes(bytes(500))
@@ -73,16 +53,3 @@ def test_a_moving_average_is_kept_in_float32(tmp_path):
     kept = [space.check_space(tmp_path, CheckpointConfig(), stage)]
     stage.shards_are_float32 = True
     assert [*kept, space.check_space(tmp_path, CheckpointConfig(), stage)] == [14_000, 16_000]
-
-
-def test_what_a_feature_keeps_is_in_every_checkpoint(tmp_path, monkeypatch):
-    """No model of it is written."""
-    feature = Own(None, None, None)
-    feature.model = SimpleNamespace(checkpoint_bytes=lambda weights: 6 * weights, exports={})
-    stage = stage_of(torch.nn.ParameterList([torch.zeros(1000)]), features=[feature])
-    free = SimpleNamespace(free=2 * 18 * 1000 + 4000)
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: free)
-    assert space.check_space(tmp_path, CheckpointConfig(keep=1), stage) == 18 * 1000
-    free.free -= 1
-    with pytest.raises(UserError, match="make room"):
-        space.check_space(tmp_path, CheckpointConfig(keep=1), stage)

@@ -26,13 +26,12 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", [*LAYOUTS, "features"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_files_are_those_of_a_checkpoint_that_is_waited_for_to_the_byte(written, layout):
     beside, alone, later = written[layout]
     assert beside == alone and beside.keys() == later.keys()
     names = {name.partition("_000")[0] for name in beside}
-    expected = {"policy", "state"} | ({"reference"} if layout != "adapters" else set())
-    assert names == expected | ({"average"} if layout == "features" else set())
+    assert names == {"policy", "state"} | ({"reference"} if layout != "adapters" else set())
     # Otherwise a step that changed the tensors too early could not be seen. (Rank 1 has nothing at stage 0.)
     same = {name for name in beside if beside[name] == later[name]}
     assert same <= {"policy_00001_of_00002.pt"} if layout == "stage 0" else not same

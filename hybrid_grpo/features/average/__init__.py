@@ -1,1 +1,0 @@
-"""Keeps an exponential moving average of the weights, which is exported in addition to the model."""
