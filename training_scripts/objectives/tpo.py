@@ -20,12 +20,13 @@ def tpo(logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo, *, group_b, **othe
     same_bb = (group_b[:, None] == group_b) & counts_b
 
     def of_rows(values_bT):
-        sum_b = torch.where(real_bT, values_bT, 0.0).sum(1)
+        # Float32 would round these large sums by up to as much as p and q differ.
+        sum_b = torch.where(real_bT, values_bT, 0.0).sum(1, dtype=torch.float64)
         return sum_b / real_bT.sum(1).clamp(min=1) if PER_TOKEN else sum_b
 
     def log_share(score_b):
         total_b = torch.where(same_bb, score_b, -1e30).logsumexp(1)
-        return torch.where(counts_b, score_b - total_b, 0.0)
+        return torch.where(counts_b, score_b - total_b, 0.0).to(logp_bT.dtype)
 
     # With loss_type grpo the weights of a completion's tokens add up to 1 / completions.
     advantage_b = torch.where(real_bT, weight_bT * advantages_bT, 0.0).sum(1) / weight_b.clamp(min=1e-30)
