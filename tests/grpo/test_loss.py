@@ -11,7 +11,6 @@ from objective_formulas import Batch, slopes, value
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.grpo.correction import sampler_correction
 from hybrid_grpo.grpo.loss import kl_penalty, policy_loss
-from hybrid_grpo.grpo.surrogates import LOG_RATIO_LIMIT
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]
 SURROGATES = [
@@ -73,16 +72,6 @@ def test_advantages_of_tokens_corrections_and_entropy_enter_as_the_formula_says(
     entropy = batch.entropy.clone().requires_grad_()
     (slope,) = torch.autograd.grad(batch.loss(grpo, entropy_bT=entropy)[0], entropy)
     assert torch.equal(slope, -0.2 * batch.weights(grpo.loss_type))
-
-
-@family
-def test_ratio_one_gives_the_gradient_of_reinforce_and_clips_nothing(grpo):
-    batch = Batch(2, process=True)
-    batch.logp = batch.old.clone()
-    reinforce = -batch.weights(grpo.loss_type) * batch.advantages
-    assert torch.allclose(batch.gradient(grpo, 0.0), reinforce, rtol=0, atol=1e-15)
-    _, stats = batch.loss(grpo, 0.0)
-    assert (stats.clipped_low, stats.clipped_high, stats.ratio_max) == (0, 0, 1)
 
 
 @family
@@ -207,20 +196,6 @@ def test_a_kl_outside_the_loss_is_measured_and_no_more(options, beta):
     loss, stats = batch.loss(unchecked(**options), beta)
     assert torch.equal(loss, batch.loss(unchecked(), 0.0, ref_logp_bT=None)[0])
     assert stats.kl > 0 and batch.loss(unchecked(), 0.0, ref_logp_bT=None)[1].kl == 0
-
-
-@pytest.mark.parametrize("grpo", DAPO, ids=name)
-@pytest.mark.parametrize("advantage", [3.0, -3.0])
-@pytest.mark.parametrize("gap", [30.0, 1e4, 1e30])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_enormous_log_ratios_stay_finite(grpo, advantage, gap, sign):
-    grpo = unchecked(**vars(grpo) | {"kl_unbiased": True})
-    logp = torch.full((1, 2), -2.0, requires_grad=True)
-    other, half = logp.detach() + sign * gap, torch.full((1, 2), 0.5)
-    loss, stats = policy_loss(logp, other, 2 * advantage * half, half, grpo, beta=0.1, ref_logp_bT=other)
-    loss.backward()
-    assert loss.isfinite() and logp.grad.isfinite().all()
-    assert stats.ratio_max <= math.exp(LOG_RATIO_LIMIT) * (1 + 1e-6) and stats.kl.isfinite()
 
 
 def test_a_term_without_its_tensor_is_our_mistake():

@@ -15,7 +15,7 @@ from hybrid_grpo.config.types import fields_of, plain_types
 from hybrid_grpo.grpo.baselines import BASELINES, SCALES
 from hybrid_grpo.grpo.correction import CORRECTIONS
 from hybrid_grpo.grpo.loss import AVERAGES, DRIFTS, KL, policy_loss
-from hybrid_grpo.grpo.surrogates import LOG_RATIOS, SURROGATES
+from hybrid_grpo.grpo.surrogates import LOG_RATIO_LIMIT, LOG_RATIOS, SURROGATES
 
 LIMIT = 8
 LENGTHS = [8, 1, 5, 3, 8, 2, 7]
@@ -157,6 +157,8 @@ DEFINITIONS = {
     "deepseek_v3.2": deepseek,
 }
 OF_TOKENS = ("sapo", "dppo", "dppo_kl", "kimi_k2.5", "prime_rl", "kl_cov", "deepseek_v3.2")
+OF_ONE_TOKEN = ("cispo", "gmpo", "dppo_tv", "dppo_kl")
+"""Surrogates that take the ratio of a token alone."""
 
 
 def of(name):
@@ -196,15 +198,15 @@ def test_every_definition_meets_both_sides_of_its_bounds():
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("importance", LOG_RATIOS)
 def test_on_policy_every_gradient_is_that_of_reinforce_and_nothing_is_clipped(surrogate, importance):
-    if importance != "token" and surrogate in ("cispo", "gmpo", "dppo_tv", "dppo_kl"):
+    if importance != "token" and surrogate in OF_ONE_TOKEN:
         return
     grpo = GrpoConfig(surrogate=surrogate, importance=importance, loss_type="grpo", drift_coef=0.3, off_policy_mask=0.1)
-    rows = Rows(1, on_policy=True)
+    rows = Rows(1, of_tokens=importance != "product", on_policy=True)
     times = torch.tensor(LENGTHS)[:, None] if importance == "product" else 1
     expected = -rows.weights("grpo") * rows.advantages.nan_to_num() * times
     assert torch.allclose(rows.ours(grpo)[1], expected, rtol=1e-12, atol=1e-15)
     _, stats = policy_loss(rows.logp, rows.old, rows.advantages, rows.weights("grpo"), grpo, beta=0.0)
-    assert (stats.clipped_low, stats.clipped_high) == (0, 0)
+    assert (stats.clipped_low, stats.clipped_high, stats.ratio_max) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
@@ -327,12 +329,17 @@ def test_tpo_learns_as_exactly_from_long_completions_as_their_log_probabilities_
     assert (gradients[0] - gradients[1]).abs().max() < 1e-5 * gradients[1].abs().max()
 
 
-def test_certain_tokens_and_distant_policies_stay_finite():
-    values = [0.0, -1e-20, -1e-8, -1.0, -50.0, -1e4]
-    for surrogate, (new, old), a in itertools.product(SURROGATES, itertools.product(values, values), (1.0, -1.0)):
-        logp = torch.full((1, 2), new, requires_grad=True)
-        half = torch.full((1, 2), 0.5)
-        grpo = GrpoConfig(surrogate=surrogate, off_policy_mask=0.5)
-        loss, _ = policy_loss(logp, torch.full((1, 2), old), 2 * a * half, half, grpo, beta=0.0)
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("importance", ["token", "sequence"])
+def test_certain_tokens_and_distant_policies_stay_finite(surrogate, importance):
+    values, half = [0.0, -1e-20, -1e-8, -1.0, -50.0, -1e4, -1e30], torch.full((1, 2), 0.5)
+    if importance != "token" and surrogate in OF_ONE_TOKEN:
+        return
+    options = {"surrogate": surrogate, "importance": importance, "off_policy_mask": 0.5, "kl_unbiased": True}
+    grpo = GrpoConfig(**options, dual_clip=1.5 if surrogate == "clip" else None, beta=0.1)
+    for new, old, a in itertools.product(values, values, (1.0, -1.0)):
+        logp, other = torch.full((1, 2), new, requires_grad=True), torch.full((1, 2), old)
+        loss, stats = policy_loss(logp, other, 2 * a * half, half, grpo, beta=0.1, ref_logp_bT=other)
         loss.backward()
-        assert loss.isfinite() and logp.grad.isfinite().all(), (surrogate, new, old, a)
+        assert loss.isfinite() and logp.grad.isfinite().all() and stats.kl.isfinite(), (new, old, a)
+        assert stats.ratio_max <= math.exp(LOG_RATIO_LIMIT) * (1 + 1e-6), (new, old, a)
