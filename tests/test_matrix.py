@@ -1,4 +1,4 @@
-"""Some of the cases of benchmarks/matrix.py, drawn by the commit, and that together they have every pair."""
+"""Two of the cases of benchmarks/matrix.py, and that together all cases have every pair."""
 
 import sys
 from itertools import combinations
