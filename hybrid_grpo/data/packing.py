@@ -158,25 +158,24 @@ def pad(
 ) -> list[MicroBatch]:
     """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
     units = _units(rows, together)
-    parts = plan_rows([max(row.tokens for row in unit) for unit in units], budget, list(map(len, units)))
+    parts = plan_rows([max(row.tokens for row in unit) for unit in units], list(map(len, units)), budget)
     batches = [_padded([row for i in part for row in units[i]], device, reading) for part in parts]
     most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
     return batches + _fillers(most - len(batches), device, packed=False)
 
 
-def plan_rows(lengths: Sequence[int], budget: int, sizes: Sequence[int] | None = None) -> list[list[int]]:
-    """Partition rows so that each part, padded to its longest row, has at most `budget` tokens; a longer row is alone.
-    The longest rows come first, so that a run that needs too much memory fails at once. With `sizes`, what is divided
-    are units of so many rows, and `lengths` are those of their longest."""
+def plan_rows(lengths: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Partition units of rows so that each part, padded to its longest row, has at most `budget` tokens; a larger unit
+    is alone. The longest come first, so that a run that needs too much memory fails at once. `lengths` are those of the
+    longest row of each unit, and `sizes` their numbers of rows."""
     parts: list[list[int]] = []
     longest = rows = 0
     for unit in sorted(range(len(lengths)), key=lambda unit: -lengths[unit]):
-        size = 1 if sizes is None else sizes[unit]
-        if not parts or (rows + size) * longest > budget:
+        if not parts or (rows + sizes[unit]) * longest > budget:
             parts.append([])
             longest, rows = lengths[unit], 0
         parts[-1].append(unit)
-        rows += size
+        rows += sizes[unit]
     return parts
 
 

@@ -31,8 +31,3 @@ def blend(
         average = averages.get(name, weight)
         average.copy_(torch.lerp(average.float(), targets[name].to(average.device, torch.float32), mix))
         weight.copy_(average)
-
-
-def averages_in(saved: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the saved values that are averages of `weights`: those that are float32 where these are not."""
-    return {name: value.clone() for name, value in saved.items() if value.dtype == torch.float32 != weights[name].dtype}

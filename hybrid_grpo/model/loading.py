@@ -200,9 +200,9 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
     return model
 
 
-def parameters_of(name: str, setting: str = "policy.model") -> int:
+def parameters_of(name: str) -> int:
     """Return a causal language model's number of parameters, computed from its configuration."""
-    config = load_config(name, setting)
+    config = load_config(name)
     with torch.device("meta"):
         model = loader(config).from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -200,7 +200,7 @@ def test_nothing_of_the_benchmarks_ragged_rollout_is_computed_in_vain():
 
 @given(lengths=st.lists(st.integers(2, 60), max_size=40), budget=st.integers(1, 200))
 def test_every_row_is_planned_once_within_the_budget_longest_first(lengths, budget):
-    parts = plan_rows(lengths, budget)
+    parts = plan_rows(lengths, [1] * len(lengths), budget)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
         longest = max(lengths[row] for row in part)
@@ -214,7 +214,7 @@ def test_every_row_is_planned_once_within_the_budget_longest_first(lengths, budg
 
 
 def test_equal_lengths_keep_their_order_and_fill_the_budget_exactly():
-    assert plan_rows([5] * 7, budget=15) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert plan_rows([5] * 7, [1] * 7, budget=15) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 @pytest.mark.parametrize("budget", [1, 30, 75, 10_000])
