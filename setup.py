@@ -20,6 +20,7 @@ setup(
         "hybrid_grpo.model.kernels": ["*.c", "*.h"],
         "hybrid_grpo.rewards.code": ["*.ini"],
         "hybrid_grpo.rewards.maths": ["*.yaml"],
+        "hybrid_grpo.records.charts": ["*.yaml"],
         "hybrid_grpo.records.metrics": ["*.yaml"],
         "hybrid_grpo.records.publishing": ["*.j2"],
         "hybrid_grpo.watch": ["page/*", "page/uplot/*"],

@@ -16,10 +16,10 @@ import numpy as np
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 
+from hybrid_grpo.records.charts.charts import STEP_PARTS, Chart, Curve, charts_of, is_noisy
+from hybrid_grpo.records.charts.thinning import clip, present, smooth, thin
 from hybrid_grpo.records.files import TRACE_FILE, json_safe
 from hybrid_grpo.records.metrics.catalogue import describe, find
-from hybrid_grpo.records.metrics.charts import STEP_PARTS, Chart, Curve, charts_of, is_noisy
-from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
 from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.rollouts import ORDERS, Query, group_of, line_number, read_rewards, read_row, rivals, search

@@ -11,7 +11,7 @@ from itertools import repeat
 
 import numpy as np
 
-from hybrid_grpo.records.metrics.thinning import Column
+from hybrid_grpo.records.charts.thinning import Column
 
 _MOST_ROWS, _MOST_CELLS = 2**19, 25 * 10**6
 """Limits; a cell takes 4 bytes, or 8 if its column has numbers from `_LARGE` on."""

@@ -34,14 +34,18 @@ class Metric:
     """Whether higher or lower values are better; empty if neither is."""
 
 
-def read_with_features(name: str) -> list[dict[str, Any]]:
-    """Return the contents of a YAML file in this folder and of the files with the same name in feature folders."""
-    files = [Path(__file__).with_name(name), *(folder / name for folder in feature_folders())]
+def read_with_features(own: Path) -> list[dict[str, Any]]:
+    """Return the contents of a YAML file and of the files with the same name in feature folders."""
+    files = [own, *(folder / own.name for folder in feature_folders())]
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in Python it takes ten times as long
     return [yaml.load(file.read_text(encoding="utf-8"), loader) for file in files if file.exists()]
 
 
-_ENTRIES = {name: entry for entries in read_with_features("metrics.yaml") for name, entry in entries.items()}
+_ENTRIES = {
+    name: entry
+    for entries in read_with_features(Path(__file__).with_name("metrics.yaml"))
+    for name, entry in entries.items()
+}
 CATALOGUE = tuple(Metric(name, **entry) for name, entry in _ENTRIES.items())
 FIXED = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
 PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for metric in CATALOGUE if "<" in metric.name]

@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from hybrid_grpo.records.metrics.charts import Chart, charts_of
-from hybrid_grpo.records.metrics.thinning import Column, Points, present, smooth, thin
+from hybrid_grpo.records.charts.charts import Chart, charts_of
+from hybrid_grpo.records.charts.thinning import Column, Points, present, smooth, thin
 
 _SECTIONS = ("Results", "Rewards", "Completions", "Policy")
 """Sections of charts.yaml whose charts are drawn."""

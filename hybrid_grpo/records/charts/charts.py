@@ -6,13 +6,14 @@ The page of `watch`, report.html, and the model card's picture draw them. This m
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.records.metrics.catalogue import Metric, describe, read_with_features
 
 CHARTS: dict[str, list[dict[str, Any]]] = {}
 """The charts of each section, from charts.yaml and from features."""
-for _sections in read_with_features("charts.yaml"):
+for _sections in read_with_features(Path(__file__).with_name("charts.yaml")):
     for _section, _charts in _sections.items():
         CHARTS.setdefault(_section, []).extend(_charts)
 

@@ -1,5 +1,5 @@
+from hybrid_grpo.records.charts.charts import CHARTS, STEP_PARTS, charts_of
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE
-from hybrid_grpo.records.metrics.charts import CHARTS, STEP_PARTS, charts_of
 
 
 def test_charts_show_metrics_of_the_catalogue():

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
+from hybrid_grpo.records.charts.thinning import clip, present, smooth, thin
 
 
 @pytest.mark.parametrize("length", [1, 2, 19, 20, 21, 399, 10_007])
