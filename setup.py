@@ -51,6 +51,8 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn>=2.7"],
+        # Generators of problems, which check answers: data.task gym/NAME.
+        "gym": ["reasoning-gym>=0.1.25"],
         # The reward same_language classifies texts with it.
         "language": ["py3langid>=0.3"],
         # Kernels for Gated DeltaNet and KDA on a GPU, in Triton; transformers takes them where they are installed.
@@ -73,6 +75,7 @@ setup(
             "py3langid>=0.3",
             "pytest>=8.2",
             "pytest-xdist>=3.8",
+            "reasoning-gym>=0.1.25",
             "ruff>=0.11",
             # torch's builds for GPUs bring it; elsewhere its interpreter runs the kernels.
             "triton>=3.5; sys_platform == 'linux'",

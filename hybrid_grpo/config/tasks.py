@@ -18,8 +18,10 @@ from hybrid_grpo.config.user_code import functions_of, import_place
 Row = dict[str, Any]
 
 _RECIPES = Path(__file__).parents[1] / "data" / "tasks"
-READY_MADE = sorted(path.stem for path in _RECIPES.glob("*.yaml"))
-"""Names of the ready-made tasks."""
+GYM = "gym/"
+"""Begins the names of tasks of reasoning-gym."""
+READY_MADE = sorted(path.stem for path in _RECIPES.glob("*.yaml") if path.stem != GYM[:-1])
+"""Names of the other ready-made tasks."""
 
 _HELD_OUT = ("eval_path", "eval_split", "eval_limit")
 _OUTCOME = ("outcome", "threshold")
@@ -48,6 +50,8 @@ def ready_made_settings(name: str) -> Settings:
 
 def task_settings(name: str, setting: str = "data.task") -> Mapping[str, Any]:
     """Return the settings of the task `name`, the value of `setting`. Raises UserError if there is no such task."""
+    if name.startswith(GYM):
+        return ready_made_settings(GYM[:-1])
     return ready_made_settings(name) if name in READY_MADE else own_task(name, setting).settings
 
 

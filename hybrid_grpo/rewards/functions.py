@@ -70,6 +70,7 @@ BUILTINS: dict[str, Builtin] = {
     "language_penalty": Builtin("text", "inline"),
     "same_language": Builtin("text", needs="py3langid"),
     "countdown": Builtin("countdown", "inline"),
+    "gym_answer": Builtin("gym", needs="reasoning_gym"),
     "math_answer": Builtin("maths.answers", reads="an answer in \\boxed{}, or after #### or `Answer:`"),
     "reward_model": Builtin("models.reward_model", "thread"),
     "code_tests": Builtin("code.code_tests"),

@@ -7,23 +7,27 @@ from collections.abc import Callable
 from itertools import islice
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.tasks import Row, TaskRecipe, column, own_task, ready_made_settings, text
+from hybrid_grpo.config.tasks import GYM, Row, TaskRecipe, column, own_task, ready_made_settings, text
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.tasks import datasets, puzzles
+from hybrid_grpo.data.tasks.gym import gym_task
 
 __all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "row_reader", "text"]
 
-_MADE = {"countdown": puzzles.make_countdown, "letters": puzzles.make_letters}
+_MADE = {"letters": puzzles.make_letters}
 _READERS = (
-    *(datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code),
-    *(puzzles.countdown, puzzles.letters),
+    *(datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code, datasets.countdown),
+    puzzles.letters,
 )
 TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _READERS}
 """The built-in tasks by name in `data.task`. The function that converts a row and the YAML file have the same name."""
 
 
 def load_task(name: str) -> TaskRecipe:
-    """Load a built-in task, or the user's own: `path/to/file.py:name` or `package.module:name`, see `own_task`."""
+    """Load a built-in task, one of reasoning-gym (see `gym_task`), or the user's own: `path/to/file.py:name` or
+    `package.module:name` (see `own_task`)."""
+    if name.startswith(GYM):
+        return gym_task(name)
     return TASKS[name] if name in TASKS else own_task(name)
 
 
