@@ -25,7 +25,6 @@ import rollout
 import step
 import step_worker
 import step_workloads
-from rollout_workloads import WORKLOADS
 from step_worker import Stopwatch
 from step_workloads import Job
 
@@ -77,53 +76,6 @@ def test_micro_batches_in_rows_fit_the_budget_of_tokens_and_divide_the_step(budg
     spec = job(budget).spec(3, threads=1)
     assert spec["micro_rows"] == rows
     assert spec["config"]["engine"]["zero_stage"] == 3
-
-
-def test_train_is_its_three_parts():
-    stages = {"generate": 1.0, "reward": 0.0, "reference": 0.0, "forward": 2.0, "backward": 4.0, "optimizer": 0.5}
-    run = {"seconds": 8.0, "stages": {**stages, "rest": 0.5}, "generated_tokens": 1, "trained_tokens": 2}
-    run |= {"computed_over_real": 1.5, "peak_rss_gb": 1.0, "increment_gb": 0.5}
-    result = step.summary([run, {**run, "seconds": 10.0}, {**run, "seconds": 6.0}])
-    assert (result["median_s"], result["min_s"], result["max_s"]) == (8.0, 6.0, 10.0)
-    assert result["stages_s"]["train"] == 6.5
-    assert sum(result["stages_s"].values()) == 8.0
-
-
-def test_the_warm_up_decodes_what_is_timed(monkeypatch):
-    """It had completions a sixteenth as long, so that graphs were captured for another cache, and again while timed."""
-    seen = []
-
-    class Engine:
-        def __init__(self, name, *_):
-            self.name = name
-
-        def answer(self):
-            return "gpu"
-
-        def run(self, workload):
-            seen.append((self.name, workload))
-            # The first of a kind captures graphs.
-            seconds = 9.0 if seen.count(seen[-1]) == 1 else 0.25 * workload.limit
-            return {"seconds": seconds, "peak_rss_gb": 1.0, **({"floor_s": 0.5} if self.name == "hybrid" else {})}
-
-        def stop(self):
-            seen.append((self.name, "stopped"))
-
-    monkeypatch.setattr(rollout, "Worker", Engine)
-    monkeypatch.setattr(
-        sys, "argv", ["rollout.py", "--workload", "toy", "--repeats", "2", "--engines", "hybrid,generate"]
-    )
-    workload = WORKLOADS["toy"]()
-    *_, (device, results) = rollout.measure(rollout.parse())
-    assert device == "gpu" and seen[:6] == [("hybrid", workload), ("generate", workload)] * 3
-    assert results["toy"]["hybrid"]["times_s"] == [2.0, 2.0] and results["toy"]["hybrid"]["prefill_s"] == 0.25
-    seen.clear()
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--alone"])
-    list(rollout.measure(rollout.parse()))
-    stopped = seen.index(("hybrid", "stopped"))
-    assert {name for name, _ in seen[:stopped]} == {"hybrid"} and {name for name, _ in seen[stopped + 1 :]} == {
-        "generate"
-    }
 
 
 HELP = """

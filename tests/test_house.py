@@ -25,7 +25,7 @@ MOST_ENTRIES = 16
 MOST_FILE = 400
 MOST_FUNCTION = 60
 MOST_LINES = 46000
-MOST_CORE_LINES = 31160
+MOST_CORE_LINES = 31000
 MOST_TEST_LINES = 38200
 MOST_BENCHMARK_LINES = 6840
 MOST_WORDS_OF_DOCS = 47300
@@ -35,7 +35,7 @@ MOST_TRACED_FILES = 53
 MOST_TRACED_LINES = 10450
 BESIDE_THE_CORE = (
     *("features/", "commands/", "watch/", "turns/"),
-    *("rewards/code/", "rewards/maths/", "rewards/models/", "rewards/remote/"),
+    *("data/tasks/", "rewards/code/", "rewards/maths/", "rewards/models/", "rewards/remote/"),
     *("records/charts/", "records/publishing/", "records/trackers/"),
 )
 """Rooms that a run with plain functions as rewards does not enter; everything else is the core, which trains GRPO."""

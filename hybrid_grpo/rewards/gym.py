@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -46,11 +45,10 @@ def stated(text: str, right: str | None) -> str:
 
 
 @cache
-def _checks(generator: str) -> Callable[..., float]:
+def _checks(generator: str) -> Any:
     from reasoning_gym.factory import get_score_answer_fn
 
-    checks: Callable[..., float] = get_score_answer_fn(generator)
-    return checks
+    return get_score_answer_fn(generator)
 
 
 def _score(generator: str, answer: str | None, problem: dict[str, Any]) -> float:

@@ -24,23 +24,18 @@ def gym_task(name: str) -> TaskRecipe:
         raise UserError(f"data.task {name} needs reasoning-gym: pip install 'hybrid_grpo[gym]' ({error})") from error
     generator, *options = re.split(r",(?=\w+=)", name.removeprefix(GYM))
     generators = sorted(DATASETS.keys() - {"composite"})
-    refuse(
-        generator not in generators,
-        f"data.task {name}: reasoning-gym has no generator {generator}: {did_you_mean(generator, generators)}",
-    )
+    why = f"reasoning-gym has no generator {generator}: {did_you_mean(generator, generators)}"
+    refuse(generator not in generators, f"data.task {name}: {why}")
     given = {option: yaml.safe_load(value) for option, _, value in (option.partition("=") for option in options)}
     known = [each.name for each in fields(DATASETS[generator][1]) if each.name not in ("seed", "size")]
     for option in given:
-        refuse(
-            option not in known,
-            f"data.task {name}: {generator} has no option {option}: {did_you_mean(option, known)}",
-        )
+        why = f"{generator} has no option {option}: {did_you_mean(option, known)}"
+        refuse(option not in known, f"data.task {name}: {why}")
     try:
         problems = create_dataset(generator, seed=0, size=_PROBLEMS, **given)
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(
-            f"data.task {name}: {generator} refuses these options: {' '.join(str(error).split())}"
-        ) from error
+        why = " ".join(str(error).split())
+        raise UserError(f"data.task {name}: {generator} refuses these options: {why}") from error
 
     def made(held_out: bool) -> Iterator[Row]:
         seen = set[str]()
