@@ -175,12 +175,12 @@ def test_what_decodes_and_packs_tokens_knows_no_kind_of_sidecar(file):
 
 
 def test_objects_are_complete_once_they_are_made():
-    """Excepted are the memory that ranks share, objects of libraries, a feature's copy of itself, a conversation that
-    its user goes on with, and what an evaluation has gathered."""
+    """Excepted are the memory that ranks share, objects of libraries, a conversation that its user goes on with, and
+    what an evaluation has gathered."""
     excepted = (
         r"run/stopping/\w+\.py: ((self\.(_shared\.)?)?mine|entries\[rank\]|RankStatus)\.\w+",
-        r"(commands/arguments\.py: error\.args|records/trackers/follower\.py: (timer\.daemon|tempfile\.tempdir))",
-        r"(features/teacher/divergence\.py: ctx\.\w+|run/feature\.py: other\.(config|inputs))",
+        r"(commands/arguments\.py: error\.args|features/teacher/divergence\.py: ctx\.\w+)",
+        r"records/trackers/follower\.py: (timer\.daemon|tempfile\.tempdir)",
         r"commands/(chat\.py: (self\._history|history|talk)\.(system|turns|pictures)|eval\.py: measured\.lines)",
         r".*: (self|cls)\.\w+",
     )
