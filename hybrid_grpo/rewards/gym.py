@@ -20,10 +20,8 @@ def gym_answer(
     `problem` is None, as in rows of other sources.
     """
     read = [None if of is None else ast.literal_eval(of) for of in problem]
-    answers = [
-        None if of is None else stated(text, of["answer"])
-        for text, of in zip(completion_texts(completions), read, strict=True)
-    ]
+    texts = completion_texts(completions)
+    answers = [of and stated(text, of["answer"]) for text, of in zip(texts, read, strict=True)]
     if log_extra is not None:
         log_extra("answer", answers)
     return [

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import yaml
@@ -12,9 +13,10 @@ from hybrid_grpo.config.tasks import GYM, Row, TaskRecipe, ready_made_settings
 from hybrid_grpo.data.tasks.puzzles import is_held_out
 
 _PROBLEMS = 20_000
-"""Problems of a generator, of which an eighth is held out. Some generators draw all of them at once."""
+"""Problems of a generator. Some generators draw all of them at once."""
 
 
+@cache
 def gym_task(name: str) -> TaskRecipe:
     """Return the task `gym/NAME` or, with options of the generator, `gym/NAME,max_terms=2,...`. Raises UserError if
     reasoning-gym is not installed, or has no such generator or option."""
