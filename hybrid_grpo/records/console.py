@@ -24,13 +24,13 @@ WIDTH = 80
 """Columns of a line where the width of the terminal is not known."""
 
 _NUMBERS = (
-    ("reward/mean", "reward {:.3f}"),
+    ("reward/mean", "reward {:z.3f}"),
     ("sft/loss", "loss {:.4f}"),
     ("held out", "held out {:.3f}"),
     ("completion/length_mean", "length {:.1f}"),
     ("time/step_s", "{:.2f} s/step"),
     ("left", "left {}"),
-    ("policy/kl", "kl {:.4f}"),
+    ("policy/kl", "kl {:z.4f}"),
     ("policy/entropy", "entropy {:.2f}"),
     ("throughput/generated_tokens_per_s", "{:,.0f} tok/s sampling"),
     ("throughput/trained_tokens_per_s", "{:,.0f} tok/s training"),
