@@ -50,11 +50,13 @@ setup(
         "wandb>=0.24",
     ],
     extras_require={
+        # The pages as a site, mkdocs.yml.
+        "docs": ["mkdocs-material>=9.7"],
         "flash": ["flash-attn>=2.7"],
         # Generators of problems, which check answers: data.task gym/NAME.
         "gym": ["reasoning-gym>=0.1.25"],
-        # The reward same_language classifies texts with it.
-        "language": ["py3langid>=0.3"],
+        # Reads models of one quantized file, policy.model FILE.gguf.
+        "gguf": ["gguf>=0.19"],
         # Kernels for Gated DeltaNet and KDA on a GPU, in Triton; transformers takes them where they are installed.
         "linear-attention": ["flash-linear-attention>=0.5"],
         "lora": ["peft>=0.21"],
@@ -63,16 +65,17 @@ setup(
         # SmolVLM's processor spells numbers.
         "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
         "dev": [
+            "gguf>=0.19",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "ipykernel>=6.29",
             "math-verify[antlr4_13_2]>=0.9",
+            "mkdocs-material>=9.7",
             "mypy>=1.15",
             "nbclient>=0.10",
             "num2words>=0.5.8",
             "peft>=0.21",
             "pillow>=10.1",
-            "py3langid>=0.3",
             "pytest>=8.2",
             "pytest-xdist>=3.8",
             "reasoning-gym>=0.1.25",

@@ -28,7 +28,7 @@ CHECKS = {
         *(sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"),
         *("-m", "not (ranks or process or gpu)"),
     ],
-    "quickstart": ["bash", "training_scripts/quickstart.sh", "--run.steps", "3"],
+    "quickstart": ["bash", "training_scripts/quickstart.sh", "--toy", "--run.steps", "3"],
 }
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, with one command: a profile of decoding and training at the shapes of Qwen2.5-1.5B, the
 # tests that need a GPU, decoding at the shapes of 0.5B, 1.5B and 7B against transformers' engines and the bandwidth
-# floor, a GRPO step of 1.5B and TRL's, a plan against the memory that the run takes, and the quickstart.
+# floor, a GRPO step of 1.5B and TRL's, a plan against the memory that the run takes, and the quickstarts,
+# the letters and (`real`, see gpu_quickstart.sh) SmolLM2-135M-Instruct.
 #
 #   bash benchmarks/gpu.sh                      all parts, on the first GPU of this machine
 #   bash benchmarks/gpu.sh profile              this part: one process, a minute on an H200; see gpu_profile.py
@@ -118,7 +119,7 @@ if [ -n "$toy" ]; then
         --engines hybrid,generate,generate_batch --json "$work/decode_tiny.json"
     part step "${step[@]}" --workload toy --sides hybrid-zero2,hybrid-zero3 --repeats 1 --threads 1 --json "$work/step.json"
     part trl "${step[@]}" --workload toy --sides trl --repeats 1 --threads 1 --json "$work/trl.json"
-    part plan python benchmarks/plan.py quickstart --json "$work/plan.json"
+    part plan python benchmarks/plan.py letters --json "$work/plan.json"
 else
     for model in 0.5b 1.5b 7b; do
         part decode_$model python benchmarks/rollout.py --workload gpu_ragged --model $model --alone --repeats 2 \
@@ -129,7 +130,8 @@ else
     part trl "${step[@]}" --workload gpu_1.5b --sides trl --repeats 2 --json "$work/trl.json"
     part plan python benchmarks/plan.py gpu --json "$work/plan.json"
 fi
-part quickstart bash benchmarks/gpu_quickstart.sh "$work/runs" "$toy" "$work/quickstart.json"
+part quickstart bash benchmarks/gpu_quickstart.sh letters "$work/runs" "$toy" "$work/quickstart.json"
+if [ -z "$toy" ]; then part real bash benchmarks/gpu_quickstart.sh real "$work/runs" "" "$work/real.json"; fi
 
 if [ -n "$list" ]; then
     printf '%s\n' "${known[@]}"

@@ -78,9 +78,10 @@ class Results:
             return self._beside(_first(_first(results["workloads"])))
         if name == "plan":
             return "; ".join(_plan(case) for case in results["cases"].values())
-        if name == "quickstart":
-            first, last = results["accuracy"]
-            return f"held-out accuracy {first:.3f} -> {last:.3f} in {results['seconds']} s, installation not included"
+        if name in ("quickstart", "real"):
+            (first, last), speed = results["accuracy"], results["generated tokens/s"]
+            words = f"held-out accuracy {first:.3f} -> {last:.3f} in {results['seconds']} s, installation not included"
+            return f"{words}; {speed:.0f} sampled tokens/s"
         return ""
 
     def _beside(self, theirs: dict[str, Any]) -> str:

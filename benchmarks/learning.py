@@ -1,11 +1,12 @@
-"""Learning curves on the quickstart's task: our Trainer beside TRL's GRPOTrainer, from the same weights.
+"""Learning curves on letters: our Trainer beside TRL's GRPOTrainer, from the same weights.
 
     python benchmarks/learning.py --workload ragged --seeds 0,1,2 --grpo.num_iterations 2 --json FILE
 
-`ragged` has words of 3 to 24 letters, of log-normal lengths; `quickstart` those of the quickstart, 3 to 6.
+`ragged` has words of 3 to 24 letters, of log-normal lengths; `letters` of 3 to 6; `real` is the quickstart:
+SmolLM2-135M-Instruct and sums.
 
 A seed determines the task and the weights after the supervised warm-up, and is the seed of both trainers. Both get the
-prompts in the same order and the settings of training_scripts/quickstart.yaml: group size, limits, AdamW, gradient
+prompts in the same order and the recipe's settings: group size, limits, AdamW, gradient
 norm, clipping, loss, scaling of rewards, and the learning rate of every optimizer step. Further options are passed to
 all sides as settings of `train`. The sides take turns of --every steps.
 
@@ -27,13 +28,15 @@ import os
 import shlex
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from step import SIDES, Worker, measured_on, set_accelerator, trl_environment
-from step_workloads import quickstart
+from step_workloads import letters, real
 
+LEARNED = {"letters": letters, "ragged": partial(letters, ragged=True), "real": real}
 NAMES = ("hybrid", "trl", "settings")
 
 
@@ -73,7 +76,7 @@ def learning_rates(config: dict[str, Any]) -> list[float]:
 
 def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """Both sides' curves for a seed."""
-    job = quickstart(folder, seed, arguments.workload == "ragged")
+    job = LEARNED[arguments.workload](folder, seed)
     settings = ["--run.steps", str(arguments.steps), *arguments.common]
     spec = job.spec(0, arguments.threads, settings)
     changed = job.spec(0, arguments.threads, [*settings, *arguments.settings])
@@ -127,7 +130,7 @@ def show(point: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", choices=("quickstart", "ragged"), default="ragged")
+    parser.add_argument("--workload", choices=LEARNED, default="ragged")
     parser.add_argument("--sides", default="hybrid,trl", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--settings", default="", help="command line of side settings, beyond that of all")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas")

@@ -48,7 +48,7 @@ SIZES = {
 }
 FLOAT32 = {"policy.dtype": "float32", "policy.micro_batch_tokens": 1024}
 CASES = {
-    "quickstart": Case(
+    "letters": Case(
         {**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 29},
         {**FLOAT32, "engine.zero_stage": 3},
     ),
@@ -84,7 +84,7 @@ CASES = {
 def make(case: Case, folder: Path) -> list[str]:
     """Model and data in `folder`, and the command line of a run."""
     import torch
-    from quickstart_task import make_tokenizer
+    from letters_task import make_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """A whole GRPO step, ours against TRL's GRPOTrainer: same weights, prompts, limits and optimizer, interleaved.
 
-    python benchmarks/step.py --workload quickstart,ragged --sides hybrid,trl,hybrid-zero3,trl-zero3 --json FILE
+    python benchmarks/step.py --workload letters,ragged --sides hybrid,trl,hybrid-zero3,trl-zero3 --json FILE
     python benchmarks/step.py --workload head --sides hybrid,plain,trl --repeats 1 --json FILE
 
 A side is a trainer in its own warm process, which sleeps while another side steps. After a warm-up step, each repeat
@@ -12,7 +12,7 @@ TRL runs in an environment of its own, which is created unless --trl-python name
 tokens, TRL's in rows, as many as that budget allows at full length; and TRL uses its default AdamW, torch's fused one.
 If lengths are forced, `forcing_s` is the time this takes in TRL's step.
 
-`quickstart` is the step of training_scripts/quickstart.sh after its warm-up. `ragged` forces the lengths of the
+`letters` is the step of `quickstart.sh --toy` after its warm-up. `ragged` forces the lengths of the
 workload of that name in rollout.py, `ragged_states` with a model like Qwen3.5. `head` measures memory: every side has a
 fresh process, alone; `plain` is our step with log-probabilities from whole logits. `increment` is the excess of the
 peak over the memory before. Further options are settings of both sides.
@@ -248,7 +248,7 @@ def set_accelerator() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", default="quickstart,ragged", help=f"of {', '.join(JOBS)}, separated by commas")
+    parser.add_argument("--workload", default="letters,ragged", help=f"of {', '.join(JOBS)}, separated by commas")
     parser.add_argument("--sides", default="hybrid,trl,hybrid-zero3,trl-zero3", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")

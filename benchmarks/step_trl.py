@@ -136,6 +136,7 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
         save_strategy="no",
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **json.loads(os.environ.get("TRL_OPTIONS", "{}")),
     )
 
 

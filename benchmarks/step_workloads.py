@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +21,11 @@ from rollout_workloads import WORKLOADS as ROLLOUTS
 from hybrid_grpo.config import TrainConfig, to_dict
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.recipes import read_recipe
 from hybrid_grpo.data.packing import token_budget
+from hybrid_grpo.data.tasks.gym import gym_task
+from hybrid_grpo.model.gguf import files_of
+from hybrid_grpo.model.kernels.build import cache
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "training_scripts"
@@ -78,25 +83,47 @@ def _run(*command: Any) -> None:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def quickstart(folder: Path, seed: int = 0, ragged: bool = False) -> Job:
-    """The GRPO run of training_scripts/quickstart.sh: its model after the supervised warm-up, its task and settings;
+def letters(folder: Path, seed: int = 0, ragged: bool = False) -> Job:
+    """The GRPO run of `quickstart.sh --toy`: its model after the supervised warm-up, its task and settings;
     `ragged`: with words of 3 to 24 letters, log-normal."""
-    task = folder / "quickstart-task"
-    _run(SCRIPTS / "quickstart_task.py", task, "--seed", seed, *(["--ragged"] if ragged else []))
+    task = folder / "letters-task"
+    _run(SCRIPTS / "letters_task.py", task, "--seed", seed, *(["--ragged"] if ragged else []))
     _run(
-        *("-m", "hybrid_grpo", "sft", "--config", SCRIPTS / "quickstart_sft.yaml"),
+        *("-m", "hybrid_grpo", "sft", "--config", SCRIPTS / "letters_sft.yaml"),
         *("--run.dir", folder, "--run.seed", seed, "--engine.zero_stage", 0),
         *("--policy.model", task / "model", "--data.path", task / "sft.jsonl"),
     )
     arguments = [
-        *("--config", str(SCRIPTS / "quickstart.yaml"), "--run.seed", str(seed)),
-        *("--policy.model", str(folder / "quickstart-sft/model"), "--data.path", str(task / "train.jsonl")),
+        *("--config", str(SCRIPTS / "letters.yaml"), "--run.seed", str(seed)),
+        *("--policy.model", str(folder / "letters-sft/model"), "--data.path", str(task / "train.jsonl")),
         *("--data.eval_path", str(task / "heldout.jsonl")),
         # The other side shuffles differently; the words are already in random order.
         *("--data.shuffle", "false", "--log.wandb", "disabled"),
     ]
     longest = 24 if ragged else 6
     return Job([*arguments, "--rollout.max_completion_tokens", str(longest + 2)], longest_prompt=longest + 1)
+
+
+def real(folder: Path, seed: int = 0) -> Job:
+    """The GRPO run of `quickstart.sh`, which has fetched the weights. Both sides read the problems from files."""
+    source = read_recipe(SCRIPTS / "quickstart.yaml")["data"]
+    task = gym_task(source["task"])
+    for split, held_out in (("train", False), ("heldout", True)):
+        rows = list(islice(task.made(held_out), 4096))
+        chats = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    settings = {
+        "config": SCRIPTS / "quickstart.yaml",
+        "run.seed": seed,
+        "policy.model": files_of(str(cache() / "SmolLM2-135M-Instruct.Q4_1.gguf")),
+        "data.task": "null",
+        "data.path": folder / "train.jsonl",
+        "data.eval_path": folder / "heldout.jsonl",
+        "data.shuffle": "false",
+        "rewards": "[{function: numeric_answer, kwargs: {last_number: true}}]",
+        "log.wandb": "disabled",
+    }
+    return Job([part for name, value in settings.items() for part in (f"--{name}", str(value))], longest_prompt=40)
 
 
 def ragged(folder: Path) -> Job:
@@ -137,11 +164,11 @@ def head(folder: Path) -> Job:
 def _forced(
     folder: Path, prompts: list[int], generations: int, limit: int, config: Any, dtype: str = "float32"
 ) -> list[str]:
-    """A random model, and prompts of the given lengths in the quickstart's letters, its first 29 tokens."""
+    """A random model, and prompts of the given lengths in the letters of the toy, its first 29 tokens."""
     from transformers import AutoModelForCausalLM
 
     sys.path.append(str(SCRIPTS))
-    from quickstart_task import make_tokenizer
+    from letters_task import make_tokenizer
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
@@ -173,7 +200,8 @@ def _forced(
 
 
 JOBS: dict[str, Callable[[Path], Job]] = {
-    "quickstart": quickstart,
+    "letters": letters,
+    "real": real,
     "ragged": ragged,
     "ragged_states": ragged_states,
     "head": head,

@@ -12,7 +12,7 @@ import string
 
 import hybrid_grpo as hg
 
-MODEL = "runs/quickstart-task/model"
+MODEL = "runs/letters-task/model"
 
 
 def vowels(completions: list[str], **columns: object) -> list[float]:

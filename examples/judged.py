@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import hybrid_grpo as hg
 
-MODEL = "runs/quickstart-task/model"
+MODEL = "runs/letters-task/model"
 
 
 class Server(ThreadingHTTPServer):

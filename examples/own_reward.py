@@ -1,6 +1,6 @@
 """Reward functions of your own: completions should end early and hold no letter twice.
 
-    python -m hybrid_grpo train --config examples/tiny.yaml --data.path runs/quickstart-task/train.jsonl \
+    python -m hybrid_grpo train --config examples/tiny.yaml --data.path runs/letters-task/train.jsonl \
         --rewards '[{function: examples/own_reward.py:ends}, {function: examples/own_reward.py:distinct, weight: 0.5}]'
 
 A function is given lists with one element per completion, and every column of the data that it names. It returns one

@@ -179,7 +179,7 @@ def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
     sides = parts["step"]["results"]["workloads"]["toy"]
     assert list(sides) == ["hybrid-zero2", "hybrid-zero3"]
     assert all(0 < ours["switch_share"] < 1 and ours["logp_gap_max"] < 1e-5 for ours in sides.values())
-    assert parts["plan"]["results"]["cases"]["quickstart"]["ratio"] == pytest.approx(1, abs=0.25)
+    assert parts["plan"]["results"]["cases"]["letters"]["ratio"] == pytest.approx(1, abs=0.25)
     assert parts["quickstart"]["results"]["completions"] == 16
     table = (tmp_path / "gpu.md").read_text()
     assert table.count("\n| ") == 8 and table.strip() in done.stdout
@@ -209,8 +209,8 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
     environment = {**os.environ, "PATH": path, "SKIP_SETUP": "1", "TRL_ENV": str(tmp_path / "trl")}
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    # That of the quickstart looks for GPUs itself, and finds none.
-    assert done.stderr.count("gpu.sh: failed: quickstart;") == 1, done.stderr
+    # Those of the quickstarts look for GPUs themselves, and find none.
+    assert done.stderr.count("gpu.sh: failed: quickstart real;") == 1, done.stderr
     # As quick to make as it is to parse.
     tiny = replace(step_workloads.MODELS["Qwen2.5-1.5B"], hidden=64, inner=64, layers=1, heads=2, head_dim=32)
     monkeypatch.setitem(step_workloads.MODELS, "Qwen2.5-1.5B", tiny)
@@ -232,7 +232,7 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
         else:
             assert plan.CASES[options[0]].on_gpu
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert [name for name, part in parts.items() if "failed" in part] == ["quickstart"]
+    assert [name for name, part in parts.items() if "failed" in part] == ["quickstart", "real"]
     assert parts["decode_7b"]["machine"].startswith("NVIDIA H100")
 
 

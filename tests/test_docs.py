@@ -31,8 +31,8 @@ SHORT = "--run.steps 2 --policy.dtype float32 --rollout.max_completion_tokens 8 
 SHORT_EVALUATION = "--data.eval_limit 32"
 ENVIRONMENT = {"WANDB_MODE": "disabled", "REWARD_TOKEN": "secret"}
 PLACEHOLDERS = {
-    " MODEL ": " runs/quickstart-task/model ",
-    " DATA.jsonl ": " runs/quickstart-task/train.jsonl ",
+    " MODEL ": " runs/letters-task/model ",
+    " DATA.jsonl ": " runs/letters-task/train.jsonl ",
     "--serve.port 8700": "--serve.port PORT",
 }
 """What a reader fills in."""
@@ -80,11 +80,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    warm_ups = (f"training_scripts/{name}_sft.yaml" for name in ("quickstart", "pictures"))
+    warm_ups = (f"training_scripts/{name}_sft.yaml" for name in ("letters", "pictures"))
     for name in (*warm_ups, "examples/from_python.py"):
         (folder / name).write_text(of_two_steps((ROOT / name).read_text()))
-    shell(f"bash training_scripts/quickstart.sh {SHORT} {SHORT_EVALUATION}", folder)
-    assert len((folder / "runs/quickstart-sft/metrics.jsonl").read_text().splitlines()) == 2
+    shell(f"bash training_scripts/quickstart.sh --toy {SHORT} {SHORT_EVALUATION}", folder)
+    shell("python training_scripts/lookup_task.py runs/chat && ln -s letters runs/quickstart", folder)
+    assert len((folder / "runs/letters-sft/metrics.jsonl").read_text().splitlines()) == 2
     for block in PYTHON:
         first = re.match(r"# (\w+\.py)\n", block.text)
         if first:
@@ -202,7 +203,7 @@ def test_commands(block: Block, clone: Path) -> None:
             continue  # see test_the_package_installs_with_its_files
         elif command.startswith(("hybrid-grpo serve-reward", "hybrid-grpo watch")):
             serve(shortened(command), clone)
-        elif command != "bash training_scripts/quickstart.sh":  # the clone's fixture has run that one
+        elif command.removesuffix(" --toy") != "bash training_scripts/quickstart.sh":  # the fixture has run the toy
             run(shortened(command), clone)
 
 
@@ -210,7 +211,8 @@ def test_commands(block: Block, clone: Path) -> None:
 def test_python(block: Block, clone: Path) -> None:
     if "hg." in block.text:
         shutil.rmtree(clone / "runs/vowels", ignore_errors=True)
-        (clone / "page.py").write_text(of_two_steps(block.text) if '"steps"' in block.text else block.text)
+        text = block.text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "runs/chat/model")
+        (clone / "page.py").write_text(of_two_steps(text) if '"steps"' in text else text)
         assert "runs/" in run("python page.py", clone) or "print" not in block.text
         return
     score = "def score(line):\n    return float(len(line))\n\n\n"
@@ -220,6 +222,14 @@ def test_python(block: Block, clone: Path) -> None:
         exec(compile(score + before + block.text, str(block), "exec"), {"__name__": "page"})
     finally:
         sys.path.remove(str(clone))
+
+
+def test_the_pages_are_a_site_without_a_warning(tmp_path: Path) -> None:
+    """A link to a page or a heading that is not there is a warning too."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "search/search_index.json").stat().st_size > 100_000
 
 
 def test_the_package_installs_with_its_files(tmp_path: Path) -> None:

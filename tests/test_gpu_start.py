@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,9 +188,9 @@ def test_as_many_gpus_take_part_in_the_quickstart_as_divide_its_batch(tmp_path):
         done = shell(LAUNCH, tmp_path, ROWS="64", CUDA_VISIBLE_DEVICES=visible)
         assert done.stdout == f"--quiet {options} {rest} on {taken}\n", done.stderr
     quickstart = (SCRIPTS / "quickstart.sh").read_text()
-    for recipe, setting in (("quickstart_sft", "batch_size"), ("quickstart", "prompts_per_step")):
-        rows = next(line for line in (SCRIPTS / f"{recipe}.yaml").read_text().splitlines() if setting in line)
-        assert f"export ROWS={rows.split()[1]} " in quickstart
+    for recipe in ("letters_sft", "letters", "quickstart"):
+        rows = re.search(r"(?:batch_size|prompts_per_step): (\d+)", (SCRIPTS / f"{recipe}.yaml").read_text())
+        assert rows and f"export ROWS={rows[1]} " in quickstart
 
 
 def test_the_same_without_the_launcher(monkeypatch):

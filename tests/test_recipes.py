@@ -131,18 +131,18 @@ def test_a_documented_objective_is_one(name):
 
 
 @pytest.mark.process
-def test_the_quickstart_warms_up_and_then_trains_on_what_it_made(tmp_path, monkeypatch):
-    sft, train = handed_over("quickstart.sh", tmp_path, "--run.steps", "3")
+def test_the_toy_warms_up_and_then_trains_on_what_it_made(tmp_path, monkeypatch):
+    sft, train = handed_over("quickstart.sh", tmp_path, "--toy", "--run.steps", "3")
     monkeypatch.chdir(SCRIPTS.parent)
     warmup = parse(SftConfig, sft[sft.index("sft") + 1 :], "sft").config
     config = parse(TrainConfig, train[train.index("train") + 1 :], "train").config
-    assert warmup.policy.model == str(tmp_path / "runs/quickstart-task/model")
-    assert config.policy.model == str(tmp_path / "runs/quickstart-sft/model")
+    assert warmup.policy.model == str(tmp_path / "runs/letters-task/model")
+    assert config.policy.model == str(tmp_path / "runs/letters-sft/model")
     assert config.run.steps == 3, "settings given to the quickstart go to the GRPO run"
     for ranks in (1, 2, 4, 8):
         plan = batch_plan(config, ranks)
         assert plan.rows // plan.num_minibatches == 512
-    assert {path.name for path in (tmp_path / "runs/quickstart-task").iterdir()} == {
+    assert {path.name for path in (tmp_path / "runs/letters-task").iterdir()} == {
         "model",
         "sft.jsonl",
         "train.jsonl",
@@ -157,19 +157,19 @@ def test_the_quickstart_takes_a_model_of_one_s_own_and_sets_a_finished_run_aside
     finished.write_text("mine")
     (call,) = handed_over("quickstart.sh", tmp_path, "--policy.model", "mine", "--data.path", "my.jsonl")
     assert call[call.index("train") :][-4:] == ["--policy.model", "mine", "--data.path", "my.jsonl"]
-    assert not (tmp_path / "runs/quickstart-task").exists()
+    assert not (tmp_path / "runs/letters-task").exists()
     (kept,) = (tmp_path / "runs").glob("quickstart.*")
     assert (kept / "metrics.jsonl").read_text() == "mine"
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("recipe", ["quickstart", "pictures"])
-def test_a_run_of_another_name_moves_no_other_and_starts_from_the_warm_up(tmp_path, recipe):
+@pytest.mark.parametrize(("recipe", "script"), [("letters", ["quickstart.sh", "--toy"]), ("pictures", ["pictures.sh"])])
+def test_a_run_of_another_name_moves_no_other_and_starts_from_the_warm_up(tmp_path, recipe, script):
     """It moved the default run, its task and its warm-up aside, and made them again."""
     names = [recipe, f"{recipe}-sft", f"{recipe}-task", "x"]
     for name in names:
         (tmp_path / "runs" / name / "model").mkdir(parents=True)
-    (call,) = handed_over(f"{recipe}.sh", tmp_path, "--run.name", "x")
+    (call,) = handed_over(script[0], tmp_path, *script[1:], "--run.name", "x")
     assert "train" in call and call[-2:] == ["--run.name", "x"]
     *others, aside = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert others == names[:3] and aside.startswith("x.")
@@ -178,27 +178,37 @@ def test_a_run_of_another_name_moves_no_other_and_starts_from_the_warm_up(tmp_pa
 @pytest.mark.process
 def test_a_quickstart_that_is_resumed_stays_where_it_is(tmp_path):
     """Its run was set aside, and begun over."""
-    for name in ("quickstart-task/train.jsonl", "quickstart-sft/model/config.json", "quickstart/metrics.jsonl"):
+    for name in ("letters-task/train.jsonl", "letters-sft/model/config.json", "letters/metrics.jsonl"):
         path = tmp_path / "runs" / name
         path.parent.mkdir(parents=True)
         path.write_text("mine")
     for option in (["--run.resume", "auto"], ["--run.resume=auto"]):
         # What it made before is there, so only the GRPO run is left.
-        train = handed_over("quickstart.sh", tmp_path, *option)[-1]
+        train = handed_over("quickstart.sh", tmp_path, "--toy", *option)[-1]
         assert train[-len(option) :] == option
     assert len((tmp_path / "calls").read_text().splitlines()) == 2
-    handed_over("quickstart.sh", tmp_path, "--policy.model", "mine", "--run.resume", "auto")
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
-        "quickstart",
-        "quickstart-sft",
-        "quickstart-task",
-    ]
-    assert (tmp_path / "runs/quickstart/metrics.jsonl").read_text() == "mine"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["letters", "letters-sft", "letters-task"]
+    assert (tmp_path / "runs/letters/metrics.jsonl").read_text() == "mine"
+
+
+@pytest.mark.process
+def test_the_quickstart_trains_a_model_from_the_package_index_on_one_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path))
+    weights = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    weights.touch()
+    (call,) = handed_over("quickstart.sh", tmp_path, "--run.steps", "7")
+    assert call[:4] == ["-m", "hybrid_grpo.run.local_ranks", "1", "train"]
+    monkeypatch.chdir(SCRIPTS.parent)
+    config = parse(TrainConfig, call[4:], "train").config
+    assert (config.policy.model, config.run.steps, config.data.task[:4]) == (str(weights), 7, "gym/")
+    (tmp_path / "calls").unlink()
+    (call,) = handed_over("quickstart.sh", tmp_path, "--policy.model", "mine/or-of-the-hub")
+    assert parse(TrainConfig, call[4:], "train").config.policy.model == "mine/or-of-the-hub"
 
 
 def test_held_out_words_are_in_no_other_split(tmp_path):
     sys.path.insert(0, str(SCRIPTS))
-    from quickstart_task import ROWS, make_rows
+    from letters_task import ROWS, make_rows
 
     rows = make_rows(seed=1)
     words = {split: {row["prompt"] for row in rows[split]} for split in rows}

@@ -10,8 +10,8 @@ import random
 from pathlib import Path
 
 from guess_environment import HIDDEN, LETTERS
+from letters_task import make_model
 from lookup_task import chat_tokenizer
-from quickstart_task import make_model
 
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 512}
 GUESSES = 4

@@ -1,5 +1,5 @@
 # Sourced by the recipes: `launch COMMAND [settings]` runs hybrid_grpo on the first $GPUS of the GPUs that are visible
-# (CUDA_VISIBLE_DEVICES), else on all of them; without a GPU on two CPU ranks.
+# (CUDA_VISIBLE_DEVICES), else on all of them; without a GPU on $RANKS (2) CPU ranks.
 # If ROWS, the rows of a step, is set and GPUS is not, it uses the largest number of GPUs that divides it.
 # For several nodes, put the DeepSpeed launcher's own options into LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
 # `resumes [settings]` succeeds if the settings resume a run; `set_aside FOLDER...` and `begin RUN [settings]` make room
@@ -45,13 +45,14 @@ launch() {
         # shellcheck disable=SC2086
         stoppable ${visible:+env "CUDA_VISIBLE_DEVICES=$visible"} deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
     else
-        local cores launcher=(python -m hybrid_grpo.run.local_ranks 2)
+        local cores ranks=${RANKS:-2}
+        local launcher=(python -m hybrid_grpo.run.local_ranks "$ranks")
         cores=$(getconf _NPROCESSORS_ONLN)
         if [ -n "${LAUNCHER:-}" ]; then
             # shellcheck disable=SC2206
             launcher=(deepspeed --quiet $LAUNCHER --no_local_rank --module hybrid_grpo)
         fi
-        DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + 1) / 2))} stoppable "${launcher[@]}" "$@"
+        DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + ranks - 1) / ranks))} stoppable "${launcher[@]}" "$@"
     fi
 }
 

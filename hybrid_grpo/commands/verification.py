@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hybrid_grpo.config.adapters import base_of
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.distributed.ranks import from_first_rank, rank
+from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.model.loading import add_adapter, dequantizing, load_config
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import has_tower
@@ -72,7 +72,7 @@ def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
     config, model_config = policy.config, load_config(policy.config.model)
     auto: Any = AutoModelForImageTextToText if has_tower(model_config) else AutoModelForCausalLM
     model = auto.from_pretrained(
-        base_of(config.model),
+        files_of(config.model),
         dtype=getattr(torch, config.dtype),
         attn_implementation="eager",
         trust_remote_code=False,

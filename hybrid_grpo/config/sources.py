@@ -38,8 +38,9 @@ def check_source(name: str, source: Any) -> None:
 
 def check_model_folder(setting: str, model: str) -> None:
     """Refuse a folder that is missing or has no model. Hub names are looked up when the model is loaded."""
-    if looks_like_path(model):
-        refuse(Path(model).is_file(), f"{setting} {model} is a file: give the folder of a model or a hub name")
+    if looks_like_path(model) and not model.endswith(".gguf"):
+        why = "is a file: give the folder of a model, its hub name or a file of GGUF"
+        refuse(Path(model).is_file(), f"{setting} {model} {why}")
         refuse(not Path(model).is_dir(), f"{setting} {model}: there is no such folder")
         refuse(
             not ((Path(model) / "config.json").is_file() or is_adapter(model)),

@@ -27,14 +27,10 @@ def _plain_text(prompt: str | list[Message]) -> str:
     return "\n".join(_content(message.get("content")) for message in prompt if message["role"] != "system")
 
 
-def normalized(text: str) -> str:
-    """Return the text with case folded, white space collapsed and letters composed."""
-    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
-
-
 def _without_punctuation(text: str) -> str:
-    """Return the normalized text without punctuation. Other symbols are kept: (2 + 3) * 4 is not 2 + 3 * 4."""
-    return _PUNCTUATION.sub(" ", normalized(text)).strip()
+    """Return the text without punctuation, with case folded and letters composed. Other symbols are kept: (2 + 3) * 4
+    is not 2 + 3 * 4."""
+    return _PUNCTUATION.sub(" ", unicodedata.normalize("NFC", text).casefold()).strip()
 
 
 def _content(content: str | list[dict[str, str]] | None) -> str:

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybrid_grpo.config.adapters import base_of
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.model.loading import LAYER, first_line
 from hybrid_grpo.model.towers import loader
 
@@ -32,7 +32,7 @@ def check_files(
 ) -> None:
     """Raise `UserError` if the weights in a model's folder are missing (unless they are not `needed`), damaged, or do
     not fit a causal language model of this configuration. Pickled weights are not inspected; `pickled` allows them."""
-    name = base_of(name, setting)
+    name = files_of(name, setting)
     folder, start = Path(name), f"{setting} {name}"
     if not folder.is_dir():
         return

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hybrid_grpo.config import RolloutConfig
-from hybrid_grpo.config.adapters import base_of
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.model.loading import first_line
 
 
@@ -79,7 +79,7 @@ def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
 def own_sampling(name: str) -> dict[str, float]:
     """Return the sampling that a model's generation_config.json asks for, by the names of `rollout`."""
     try:
-        own = GenerationConfig.from_pretrained(base_of(name)).to_dict()
+        own = GenerationConfig.from_pretrained(files_of(name)).to_dict()
     except (OSError, ValueError, TypeError):  # none, or one that `stop_ids` reports
         return {}
     if own.get("do_sample") is False:
@@ -90,7 +90,7 @@ def own_sampling(name: str) -> dict[str, float]:
 def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
     """Return all tokens that end a completion: the tokenizer's EOS, the stop tokens of the model's generation config,
     and `more`. Raises UserError if one is not a token of the model."""
-    ids, name = {*more, tokenizer.eos_token_id}, base_of(name, setting)
+    ids, name = {*more, tokenizer.eos_token_id}, files_of(name, setting)
     generation = Path(name) / "generation_config.json"
     if generation.is_file() or not Path(name).exists():
         try:

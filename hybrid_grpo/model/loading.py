@@ -27,6 +27,7 @@ from hybrid_grpo.model import hub
 from hybrid_grpo.model.adapter_files import changes
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed
 
@@ -42,8 +43,8 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
     """Load the tokenizer of a model folder or hub name; raises UserError if this fails."""
-    if is_adapter(name) and not (Path(name) / "tokenizer_config.json").is_file():
-        name = base_of(name, setting)
+    if not (is_adapter(name) and (Path(name) / "tokenizer_config.json").is_file()):
+        name = files_of(name, setting)
     _refuse_absent(name, setting)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -60,7 +61,7 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
 def load_config(name: str, setting: str = "policy.model") -> Any:
     """Load the unchanged configuration of a model folder or hub name. Raises UserError if there is none, or
     transformers does not know the architecture. `setting` begins error messages, here and in the other functions."""
-    name = base_of(name, setting)
+    name = files_of(name, setting)
     _refuse_absent(name, setting)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -123,6 +124,8 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
     if (base := base_of(policy.model)) != policy.model:
         said = f"{policy.model}, trained further or, with lora.rank 0, merged into its base {base}"
         return {"adapter": said, **weights_fact(replace(policy, model=base))}
+    if policy.model.endswith(".gguf"):
+        return {"weights": f"dequantized from {Path(policy.model).name}, once, into {files_of(policy.model)}"}
     config = load_config(policy.model)
     if has_tower(config):
         kept = "from the starting model, which must stay where it is"
@@ -214,7 +217,7 @@ def load_weights(auto: Any, name: str, config: Any, setting: str, **options: Any
     options |= dequantizing(config)
     # Wrong shapes are reported below, by name.
     safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
-    adapter, name = name, base_of(name, setting)
+    adapter, name = name, files_of(name, setting)
     options |= {"output_loading_info": True, **safe}
     try:
         model, loaded = auto.from_pretrained(name, config=config, **options)

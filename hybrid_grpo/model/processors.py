@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hybrid_grpo.config import PolicyConfig
-from hybrid_grpo.config.adapters import base_of
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.model.loading import first_line, load_config, load_weights, without_dropout
 from hybrid_grpo.model.towers import outside_deepspeed, tower_class
 
@@ -24,7 +24,7 @@ def load_processor(name: str, setting: str = "policy.model") -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     try:
-        name = base_of(name, setting)
+        name = files_of(name, setting)
         kind = PROCESSOR_MAPPING[type(load_config(name, setting))]
         # transformers needs torchvision for videos, and for pictures only if it is there.
         kind = kind if importlib.util.find_spec("torchvision") else without_videos(kind)

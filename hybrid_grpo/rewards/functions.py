@@ -68,7 +68,6 @@ BUILTINS: dict[str, Builtin] = {
     "format_tags": Builtin("rules", "inline"),
     "multiple_choice": Builtin("text", "inline"),
     "language_penalty": Builtin("text", "inline"),
-    "same_language": Builtin("text", needs="py3langid"),
     "countdown": Builtin("countdown", "inline"),
     "gym_answer": Builtin("gym", needs="reasoning_gym"),
     "math_answer": Builtin("maths.answers", reads="an answer in \\boxed{}, or after #### or `Answer:`"),

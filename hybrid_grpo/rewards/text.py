@@ -6,12 +6,11 @@ Patterns take time linear in the length of the text: every repetition is bounded
 import re
 import string
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from hybrid_grpo.data.overlap import normalized
 from hybrid_grpo.rewards.rules import Completions, LogExtra, compared, completion_texts, gold_answers
 
 _LETTERS = string.ascii_uppercase
@@ -43,11 +42,6 @@ _CHOSEN = (
 )
 """Ways to state a choice, the clearest first."""
 _ITEM = re.compile(r"^[ \t]{0,8}\(?([A-Z])[).:]{1,2}[ \t]", re.MULTILINE)
-_UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-"""Letters of scripts without spaces between words; each letter counts as a word."""
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
-_LEAST_WORDS, _MOST_LETTERS = 8, 4000
-"""How few words do not tell a language, and how much of a text is looked at."""
 
 
 def multiple_choice(
@@ -127,55 +121,3 @@ def language_penalty(completions: Completions, *, scripts: Sequence[str] = ("lat
         letters = letter.findall(text)
         penalties.append(sum(map(bool, map(wanted.match, letters))) / len(letters) - 1 if letters else 0.0)
     return penalties
-
-
-def same_language(
-    prompts: Completions, completions: Completions, language: Sequence[str | None] | None = None
-) -> list[float | None]:
-    """1.0 if a completion is in the language of its prompt, 0.0 if it is in another, None where that cannot be told.
-
-    The prompt's language is the column `language`, an ISO 639-1 code such as en, de or zh (EN and en-US are en), or is
-    detected like that of the completion, from the last message of a user. Texts of fewer than 8 words, not counting
-    formulas and numbers, tell none. Needs py3langid (the extra `language`). Raises ValueError if `language` is no code.
-    """
-    given = language or [None] * len(prompts)
-    wanted = [
-        language_code(code) if code else detected_language(last_asked(prompt))
-        for code, prompt in zip(given, prompts, strict=True)
-    ]
-    found = [detected_language(text) for text in completion_texts(completions)]
-    return [None if None in pair else float(pair[0] == pair[1]) for pair in zip(wanted, found, strict=True)]
-
-
-def detected_language(text: str) -> str | None:
-    """Return the ISO 639-1 code of the most likely language of a text, by its first 4,000 letters; None if it has too
-    few words, not counting formulas and numbers. Needs py3langid (the extra `language`)."""
-    import py3langid
-
-    of_letters = [word for word in _WORD.findall(normalized(text[:_MOST_LETTERS])) if word.isalpha()]
-    return str(py3langid.classify(" ".join(of_letters))[0]) if len(of_letters) >= _LEAST_WORDS else None
-
-
-@lru_cache
-def language_codes() -> frozenset[str]:
-    """Return the codes that `detected_language` can return."""
-    import py3langid
-
-    return frozenset(code for code, _ in py3langid.rank(""))
-
-
-def language_code(name: Any) -> str:
-    """Return the code of a language that is given as `en`, `EN` or `en-US`; raise ValueError for anything else."""
-    code = str(name).lower().partition("-")[0]
-    if code not in language_codes():
-        raise ValueError(f"{name!r} is not the code of a language: write a code of ISO 639-1, such as en, de or zh")
-    return code
-
-
-def last_asked(prompt: Any) -> str:
-    """Return the text of a prompt, or of the last message of a user if it is a conversation; empty without one."""
-    if isinstance(prompt, str):
-        return prompt
-    content = next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    return " ".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)

@@ -17,6 +17,7 @@ from hybrid_grpo.config import ModelRunConfig, TrainConfig
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import held_out_sets
 from hybrid_grpo.model.fingerprints import of_file, of_model, of_texts
+from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.rewards.functions import BUILTINS
 
 CODE, REWARDS = "code of ", "code of rewards"
@@ -35,7 +36,7 @@ def of_inputs(config: ModelRunConfig, tokenizer: Any, rows: Mapping[str, Iterabl
             found["chat template"] = of_texts([_text(getattr(tokenizer, "chat_template", None))])
             found.update(_files(config))
         # Hub models have all their files only after they are loaded.
-        models = {setting: of_model(name) for setting, name in _models(config).items()}
+        models = {setting: of_model(files_of(name, setting)) for setting, name in _models(config).items()}
         return found | {f"{setting} {part}": print_ for setting, of in models.items() for part, print_ in of.items()}
 
     return take

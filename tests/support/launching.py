@@ -16,7 +16,7 @@ from paths import ROOT, SUPPORT
 
 def make_task(folder: Path) -> Path:
     """The quickstart's tiny model and data in `folder`."""
-    done = forks.run(ROOT / "training_scripts" / "quickstart_task.py", folder)
+    done = forks.run(ROOT / "training_scripts" / "letters_task.py", folder)
     assert done.status == 0, done.err
     return folder
 

@@ -69,9 +69,14 @@ def load() -> Any | None:
     return loaded
 
 
+def cache() -> Path:
+    """Return the folder of what is made once on a machine."""
+    return Path(os.environ.get("HYBRID_GRPO_CACHE") or Path.home() / ".cache" / "hybrid_grpo")
+
+
 def _compiled(compiler: str) -> Path:
     """Return the path of the shared library, which is compiled first if it is not cached."""
-    folder = Path(os.environ.get("HYBRID_GRPO_CACHE") or Path.home() / ".cache" / "hybrid_grpo")
+    folder = cache()
     # Link the OpenMP library that torch has loaded: two of them would keep two pools of threads spinning.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))) or ["-fopenmp"]
     identity = [*(source.read_text() for source in [*_HEADERS, *_SOURCES]), compiler, *_FLAGS, *openmp, _processor()]

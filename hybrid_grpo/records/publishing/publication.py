@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -40,28 +39,16 @@ def publish(folder: Path, options: PublishOptionsConfig) -> str:
         return address
     run = _trained_run(folder, options.model)
     evaluation = _evaluation(Path(options.evaluation), run) if options.evaluation else run.evaluation()
-    lock = _lock(folder)
+    with one_line(folder, ""):
+        lock = FolderLock(folder)  # so that no run replaces the model while it is copied
     try:
         if options.hub is None:
             _into_folder(run, evaluation, options, Path(str(options.folder)))
         else:
             _onto_hub(run, evaluation, options, options.hub)
     finally:
-        if lock is not None:
-            lock.release()
+        lock.release()
     return address
-
-
-def _lock(folder: Path) -> FolderLock | None:
-    """Lock a run's folder, so that no run replaces the model while it is copied; None on read-only storage, where no
-    run can."""
-    with one_line(folder, ""):
-        try:
-            return FolderLock(folder)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-            return None
 
 
 def _trained_run(folder: Path, model: str) -> TrainedRun:
@@ -147,15 +134,9 @@ def _into_folder(run: TrainedRun, evaluation: Evaluation, options: PublishOption
 
 
 def _check_target(target: Path) -> None:
-    place = target.resolve()
-    refuse(
-        os.path.ismount(place) or place == Path.cwd(),
-        f"publish.folder {target} is a mount point or the current folder, which cannot be replaced: give a folder"
-        " inside it",
-    )
     is_free = not target.exists() or (target.is_dir() and (not any(target.iterdir()) or _is_publication(target)))
     refuse(
-        target.is_symlink() or not is_free,
+        target.is_symlink() or not is_free or target.resolve() == Path.cwd(),
         f"publish.folder {target} holds something other than an unchanged publication: give another folder, or"
         " move it away",
     )
@@ -191,8 +172,8 @@ def _check_hub(name: str) -> None:
 def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, name: str) -> None:
     """Create the repository if there is none, and upload everything in one commit."""
     _check_hub(name)
-    # On the disk of the run, where hard links save a copy of the weights, unless that is read-only.
-    place = run.folder.resolve() if os.access(run.folder, os.W_OK) else Path(tempfile.gettempdir())
+    # On the disk of the run, where hard links save a copy of the weights.
+    place = run.folder.resolve()
     with one_line(place, ""), _folder_beside(place / "publication") as beside:
         _fill(beside / "draft", run, evaluation, options, _link)
         with _refused_by_hub(name):

@@ -1,4 +1,4 @@
-"""A run whose reward function fails in every way there is; see benchmarks/rewards.py."""
+"""A run whose reward function fails in every way there is."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import json
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -322,22 +320,6 @@ def test_an_earlier_publication_is_replaced_whole_or_stays(run: Path, monkeypatc
         hg.publish(run, folder="deep/out")
 
 
-@pytest.mark.parametrize("given", [".", "../here", "../volume", "../volume/"])
-def test_a_folder_that_cannot_be_replaced_is_refused_before_the_model_is_copied(
-    run: Path, monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:
-    """An empty mount point failed as busy after minutes of copying, and `../here` moved the current folder away."""
-    run, here, volume = run.resolve(), Path("here").absolute(), Path("volume").absolute()
-    for folder in (here, volume):
-        folder.mkdir()
-    monkeypatch.chdir(here)
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == volume)
-    monkeypatch.setattr(shutil, "copyfile", lambda *_: pytest.fail("copied"))
-    with pytest.raises(hg.UserError, match=r"is a mount point or the current folder, .* give a folder inside it"):
-        hg.publish(run, folder=given)
-    assert not any(here.iterdir()) and not any(volume.iterdir())
-
-
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "no run": ("there", ["--publish.folder=out"], "there is not the folder of a run: it has no config.yaml"),
     "no place": ("runs/run", [], "publish.hub and publish.folder are not set: give one of them"),
@@ -436,45 +418,6 @@ def test_a_repository_of_the_hub_gets_what_a_folder_gets(
     hub.names = ["README.md", "publication.json"]
     hg.publish(run, hub="me/x", private=False)
     assert hub.made[-1] == ("me/x", False)
-
-
-def test_a_run_on_read_only_storage_is_published_and_summarized(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """publish only reads the run, but failed with `run.dir: .lock cannot be written`, which is not a setting of it."""
-    reason, opens, opens_path, mkdir, access = errno.EROFS, os.open, Path.open, os.mkdir, os.access
-
-    def refuse_writes(path: Any, is_write: Any = True) -> None:
-        if is_write and Path(path).absolute().is_relative_to(run.absolute()):
-            raise OSError(reason, os.strerror(reason), str(path))
-
-    def open_it(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        refuse_writes(path, flags & (os.O_RDWR | os.O_WRONLY))
-        return opens(path, flags, *rest, **more)
-
-    def make(path: Any, *rest: Any, **more: Any) -> None:
-        refuse_writes(path)
-        mkdir(path, *rest, **more)
-
-    def open_path(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
-        refuse_writes(path, "r" not in mode)
-        return opens_path(path, mode, *rest, **more)
-
-    monkeypatch.setattr(os, "open", open_it)
-    monkeypatch.setattr(Path, "open", open_path)
-    monkeypatch.setattr(os, "mkdir", make)
-    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and not (path == run and mode == os.W_OK))
-    before = files(run)
-    hg.publish(run, folder="out")
-    hg.publish(run, hub="me/x")
-    assert hub.uploaded["model.safetensors"] == files(Path("out"))["model.safetensors"] and files(run) == before
-    assert main(["report", str(run)]) == 2
-    assert capsys.readouterr().err.endswith(f", or print a summary with hybrid-grpo report {run} --text\n")
-    assert main(["report", str(run), "--text"]) == 0
-    # Where only this user may not write, a run of another user may be under way.
-    reason = errno.EACCES
-    with pytest.raises(hg.UserError, match=r"^runs/run cannot be written: \.lock: Permission denied: make room or fix"):
-        hg.publish(run, folder="out")
 
 
 def test_a_folder_that_cannot_be_put_in_place_leaves_the_earlier_one(

@@ -1,4 +1,4 @@
-"""Write the quickstart's starting point to a folder: a tiny Qwen2 model, a character tokenizer, and a task.
+"""Write the small task to a folder: a tiny Qwen2 model, a character tokenizer, and a task.
 
 The task is the ready-made `letters`: `dcab=` is to be continued with `abcd`. Its answers can be checked, a
 model of 0.4M parameters can learn it, and held-out words cannot be memorized.
