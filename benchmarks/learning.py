@@ -128,6 +128,25 @@ def show(point: dict[str, float]) -> str:
     return f"{point['completions']:8,d} completions {point['seconds']:8.1f} s  accuracy {point['accuracy']:.3f}"
 
 
+def draw(found: dict[str, dict[str, Any]], file: Path) -> None:
+    """Draw the accuracy of every side over completions and over seconds."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    for sides in found.values():
+        for (side, curve), color in zip(sides.items(), ("C0", "C1", "C2"), strict=False):
+            accuracy = [point["accuracy"] for point in curve["evaluations"]]
+            for axis, of in zip(axes, ("completions", "seconds"), strict=True):
+                axis.plot([point[of] for point in curve["evaluations"]], accuracy, "o-", color=color)
+                axis.set(xlabel=of)
+    axes[0].set(ylabel="held-out accuracy")
+    axes[0].legend(list(sides))
+    figure.savefig(file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", choices=LEARNED, default="ragged")
@@ -139,6 +158,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")
     parser.add_argument("--trl-python", type=Path, help="see step.py")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path, help="an svg of the curves")
     arguments, arguments.common = parser.parse_known_args()
     set_accelerator()
     arguments.sides = tuple(arguments.sides.split(","))
@@ -159,6 +179,8 @@ def main() -> None:
         for side in sides if "trl" in sides else ():
             if side != "trl":
                 print(f"seed {seed}: {sooner(side, sides)}")
+    if arguments.picture:
+        draw(found, arguments.picture)
     if arguments.json:
         result = {name: getattr(arguments, name) for name in ("workload", "common", "settings")}
         result |= {"machine": measured_on(arguments.threads, arguments.trl_python), "seeds": found}

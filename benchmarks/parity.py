@@ -1,9 +1,11 @@
 """How far the log-probabilities of the sampler are from those of the training forward, by position.
 
     python benchmarks/parity.py [--only qwen3,lfm2] [--tokens 2000] [--json FILE]
+    python benchmarks/parity.py --model FOLDER|FILE.gguf [--tokens 64] [--json FILE]
 
 For tiny models of several families, 8 completions of `--tokens` sampled tokens; the gap in nats is given by position in
-the completion, in float32 and in bfloat16.
+the completion, in float32 and in bfloat16. With `--model`, a real model completes 20 chats greedily: whether the tokens
+are those of transformers' generate(), and how far its log-probabilities are from a plain forward of transformers.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tiny_models import tiny_config  # noqa: E402
 from hybrid_grpo.data.packing import pack  # noqa: E402
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key  # noqa: E402
 from hybrid_grpo.model.attention import ATTENTION  # noqa: E402
+from hybrid_grpo.model.gguf import files_of  # noqa: E402
 from hybrid_grpo.model.logprobs import LogprobModel  # noqa: E402
 from hybrid_grpo.model.sidecars import TokenRow  # noqa: E402
 
@@ -99,16 +102,50 @@ def by_length(families: list[str], tokens: int) -> dict[str, Any]:
     return found
 
 
+CHATS = [f"{ask} {what}." for ask in ("Explain", "Write a poem about", "List five facts about", "Ask me about")
+         for what in ("rain", "the number seven", "Paris in winter", "how bread is made", "recursion")]  # fmt: skip
+
+
+@torch.no_grad()
+def beside_transformers(name: str, dtype: torch.dtype, tokens: int) -> dict[str, float]:
+    """Compare greedy completions of chats, and their log-probabilities, with those of transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = files_of(name)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain, ours = (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+                   for attention in ("sdpa", ATTENTION))  # fmt: skip
+    equal, gaps = 0, []
+    for chat in CHATS:
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": chat}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        prompt = asked["input_ids"][0].tolist()
+        request = Request(prompt, [stream_key(0, 0)])
+        stop = (tokenizer.eos_token_id,)
+        [[found]], _ = generate(ours, [request], Sampling(tokens, temperature=0.0, stop_ids=stop))
+        theirs = plain.generate(**asked, max_new_tokens=tokens, do_sample=False)[0, len(prompt) :].tolist()
+        equal += theirs == found.token_ids
+        logits = plain(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(found.token_ids)[:, None]).squeeze(-1)
+        gaps.append((expected - torch.tensor(found.logp)).abs().max().item())
+    return {"chats": len(CHATS), "equal": equal, "largest gap in nats": float(f"{max(gaps):.2g}")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(FAMILIES))
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", help="a real model, folder or GGUF file")
     given = parser.parse_args()
-    found = {
-        "command": " ".join(["python", *sys.argv]), "machine": machine(),
-        "length": by_length(given.only.split(","), given.tokens),
-    }  # fmt: skip
+    found: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": machine()}
+    if given.model:
+        for dtype in (torch.float32, torch.bfloat16):
+            found[str(dtype)] = beside_transformers(given.model, dtype, given.tokens)
+            print(dtype, found[str(dtype)], flush=True)
+    else:
+        found["length"] = by_length(given.only.split(","), given.tokens)
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -31,13 +31,16 @@ def files_of(name: str, setting: str = "policy.model") -> str:
     refuse(not file.is_file(), f"{start}: there is no such file: check the path, or give the model's hub name")
     refuse(find_spec("gguf") is None, f"{start} needs gguf: pip install 'hybrid_grpo[gguf]'")
     folder = cache() / f"{file.stem}-{of_texts([of_file(file)])[:16]}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "gguf.lock").open("w") as lock:  # ranks of a machine share the folder
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            with Doing(f"dequantizing {file.name}, once"), TemporaryDirectory(dir=folder.parent) as scratch:
-                _dequantize(file, Path(scratch) / "model", start)
-                os.replace(Path(scratch) / "model", folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / "gguf.lock").open("w") as lock:  # ranks of a machine share the folder
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                with Doing(f"dequantizing {file.name}, once"), TemporaryDirectory(dir=folder.parent) as scratch:
+                    _dequantize(file, Path(scratch) / "model", start)
+                    os.replace(Path(scratch) / "model", folder)
+    except OSError as error:
+        raise UserError(f"{start}: {error}: make room, or name another folder in HYBRID_GRPO_CACHE") from error
     return str(folder)
 
 
@@ -51,7 +54,7 @@ def _dequantize(file: Path, folder: Path, start: str) -> None:
     except Exception as error:  # transformers raises anything for files that it cannot read
         raise UserError(f"{start} cannot be read: {' '.join(str(error).split())[:300]}") from error
     # transformers calls the loaded model quantized, and saves none that is.
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)

@@ -348,7 +348,7 @@ class TrainingRun:
 @contextmanager
 def loaded_objects_kept() -> Iterator[None]:
     """Exclude the objects of libraries and models, which stay for the whole run, from garbage collection. With these
-    half a million objects, a full collection would take 0.3 s, and 80 steps of the quickstart trigger 7 of them."""
+    half a million objects, a full collection would take 0.3 s, and 80 steps of the letters trigger 7 of them."""
     gc.collect()
     gc.freeze()
     try:

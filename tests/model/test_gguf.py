@@ -79,3 +79,7 @@ def test_what_is_no_quantized_file_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cut.gguf needs gguf: pip install 'hybrid_grpo\[gguf\]'$"):
         load_config(str(tmp_path / "cut.gguf"))
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    monkeypatch.undo()
+    monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path / "cut.gguf"))
+    with pytest.raises(UserError, match=r"cut.gguf: .*: make room, or name another folder in HYBRID_GRPO_CACHE$"):
+        files_of(str(tmp_path / "cut.gguf"))

@@ -15,7 +15,7 @@ from paths import ROOT, SUPPORT
 
 
 def make_task(folder: Path) -> Path:
-    """The quickstart's tiny model and data in `folder`."""
+    """The tiny model of the letters and data in `folder`."""
     done = forks.run(ROOT / "training_scripts" / "letters_task.py", folder)
     assert done.status == 0, done.err
     return folder

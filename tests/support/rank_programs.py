@@ -65,7 +65,7 @@ SAMPLED = {"limit": 7, "num_generations": 4, "temperature": 1.0, "outcome": "let
 
 
 def made(folder: Path, *, features: bool = True, workspace: Workspace | None = None, **sections: Any) -> Trainer:
-    """A trainer as `train` makes it, of the settings in these sections, on the quickstart's tiny model and task."""
+    """A trainer as `train` makes it, of the settings in these sections, on the tiny model of the letters and task."""
     usual: dict[str, Any] = {
         "policy": {"model": str(folder / "model"), "dtype": "float32", "lr": 1e-3},
         "data": {"path": str(folder / "train.jsonl")},
@@ -96,7 +96,7 @@ def build(
     rollout: dict[str, Any] | None = None,
     **policy: Any,
 ) -> Trainer:
-    """A trainer on the quickstart's task and tiny model, or another in the same folder; `deepspeed` is of the
+    """A trainer on the letters and their tiny model, or another in the same folder; `deepspeed` is of the
     configuration's section `engine`, `rollout` and `policy` are of these sections."""
     sizes = {"prompts_per_step": prompts_per_step, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16}
     return made(

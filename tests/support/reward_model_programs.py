@@ -1,6 +1,6 @@
 """Programs that test_reward_model_ranks.py starts under the launcher; see rank_programs.py.
 
-FOLDER holds the quickstart's task, and a reward model in `rm`.
+FOLDER holds the letters, and a reward model in `rm`.
 """
 
 from __future__ import annotations
