@@ -137,7 +137,7 @@ def draw(found: dict[str, dict[str, Any]], file: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
     for sides in found.values():
-        for (side, curve), color in zip(sides.items(), ("C0", "C1", "C2"), strict=False):
+        for curve, color in zip(sides.values(), ("C0", "C1", "C2"), strict=False):
             accuracy = [point["accuracy"] for point in curve["evaluations"]]
             for axis, of in zip(axes, ("completions", "seconds"), strict=True):
                 axis.plot([point[of] for point in curve["evaluations"]], accuracy, "o-", color=color)

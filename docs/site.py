@@ -1,4 +1,4 @@
-"""What mkdocs does to pages: links to files outside of docs/ become their paths, since a site has none of these files."""
+"""What mkdocs does to pages: links to files outside of docs/ become their paths, as a site has no such files."""
 
 import re
 from typing import Any

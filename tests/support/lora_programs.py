@@ -17,7 +17,7 @@ LORA = {"rank": 4, "alpha": 8}
 
 
 def build(folder: Path, stage: int, *, lora: dict[str, Any] = LORA, gradient_checkpointing: bool = False) -> Trainer:
-    """A trainer of adapters on the tiny model of the letters and task, held close to the model without them."""
+    """A trainer of adapters on the letters and their tiny model, held close to the model without them."""
     return made(
         folder,
         run={"seed": 1},

@@ -65,7 +65,7 @@ SAMPLED = {"limit": 7, "num_generations": 4, "temperature": 1.0, "outcome": "let
 
 
 def made(folder: Path, *, features: bool = True, workspace: Workspace | None = None, **sections: Any) -> Trainer:
-    """A trainer as `train` makes it, of the settings in these sections, on the tiny model of the letters and task."""
+    """A trainer as `train` makes it, of the settings in these sections, on the letters and their tiny model."""
     usual: dict[str, Any] = {
         "policy": {"model": str(folder / "model"), "dtype": "float32", "lr": 1e-3},
         "data": {"path": str(folder / "train.jsonl")},

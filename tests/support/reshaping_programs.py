@@ -38,7 +38,7 @@ def build(
     deepspeed: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Trainer:
-    """A run on the tiny model of the letters and task, with weight decay; `sections` are those of its features."""
+    """A run on the letters and their tiny model, with weight decay; `sections` are those of its features."""
     moving = {} if lora else {"ref_every": 1, "ref_mix": 0.5}
     return made(
         folder,

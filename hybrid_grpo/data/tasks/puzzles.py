@@ -1,4 +1,4 @@
-"""The task of `quickstart.sh --toy`, which makes any number of rows. The seed is fixed: every run gets the same rows."""
+"""The task of `quickstart.sh --toy`, of any number of rows. The seed is fixed: every run gets the same rows."""
 
 import random
 import string

@@ -20,7 +20,7 @@ from hybrid_grpo.trainer import Trainer
 
 
 def build(folder: Path) -> Trainer:
-    """A run on the tiny model of the letters and task. A model has written one of the five completions of a group, and a
+    """A run on the tiny model of the letters. A model has written one of the five completions of a group, and a
     file two others, of every second prompt. There is a KL, a correction of the sampler, and two optimizer steps."""
     answers = {"path": str(folder / "answers.jsonl")}
     return made(
