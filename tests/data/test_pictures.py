@@ -21,7 +21,6 @@ from hybrid_grpo.data.pictures import ImageStore, given_pictures, placed
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.model.loading import load_config, load_tokenizer
 from hybrid_grpo.model.visual_tokens import keys_of
-from hybrid_grpo.rewards.text import last_asked
 
 WHITE = Image.new("RGB", (12, 8), "white")
 
@@ -229,8 +228,6 @@ def test_the_same_question_about_another_picture_is_another_prompt(model, tmp_pa
     (first,), _ = prompts(model, one, tmp_path)
     (second,), _ = prompts(model, two, tmp_path)
     assert count_equal([first], [first]) == 1 and count_equal([first], [second]) == 0
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Was ist das?"}]}]
-    assert last_asked(asked) == "Was ist das?" and last_asked([{"role": "user", "content": "q"}]) == "q"
 
 
 def test_names_of_tokens_in_a_text_are_text(model, tmp_path):

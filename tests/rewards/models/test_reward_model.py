@@ -77,7 +77,8 @@ def test_scores_are_those_of_transformers_on_each_text_alone(tmp_path, architect
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
 def test_a_model_that_sees_reads_the_pictures_of_prompts(tmp_path, name):
     make_seeing_classifier(name, tmp_path)
-    model, processor = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval(), load_processor(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    processor = load_processor(str(tmp_path))
     shown = pictures()
     image = {"type": "image"}
     chat = [
