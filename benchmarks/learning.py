@@ -1,4 +1,4 @@
-"""Learning curves on letters: our Trainer beside TRL's GRPOTrainer, from the same weights.
+"""Learning curves on letters and sums: our Trainer beside TRL's GRPOTrainer, from the same weights.
 
     python benchmarks/learning.py --workload ragged --seeds 0,1,2 --grpo.num_iterations 2 --json FILE
 
@@ -6,9 +6,9 @@
 SmolLM2-135M-Instruct and sums.
 
 A seed determines the task and the weights after the supervised warm-up, and is the seed of both trainers. Both get the
-prompts in the same order and the recipe's settings: group size, limits, AdamW, gradient
-norm, clipping, loss, scaling of rewards, and the learning rate of every optimizer step. Further options are passed to
-all sides as settings of `train`. The sides take turns of --every steps.
+prompts in the same order and the recipe's settings: group size, limits, AdamW, gradient norm, clipping, loss, scaling
+of rewards, and the learning rate of every optimizer step. Further options are passed to all sides as settings of
+`train`. The sides take turns of --every steps.
 
 Reward is the mean of each step's completions; accuracy is that of greedy completions of the held-out words, by the same
 decoder (ours) from the weights that each side writes. Seconds are those of the steps, without evaluation and start.
@@ -135,6 +135,7 @@ def draw(found: dict[str, dict[str, Any]], file: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
+    pyplot.rcParams["svg.fonttype"] = "none"
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
     for sides in found.values():
         for curve, color in zip(sides.values(), ("C0", "C1", "C2"), strict=False):

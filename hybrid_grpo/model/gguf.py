@@ -56,6 +56,8 @@ def _dequantize(file: Path, folder: Path, start: str) -> None:
     # transformers calls the loaded model quantized, and saves none that is.
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False
+    # It saves on rank 0 alone, and any rank may come first.
+    model.should_save_on_this_rank = lambda is_main_process: True
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -51,6 +51,8 @@ def write(path):
 
 def test_a_quantized_file_is_a_model_and_is_dequantized_once(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path / "cache"))
+    for of, value in (("_is_torch_distributed_initialized", True), ("_get_torch_distributed_rank", 1)):
+        monkeypatch.setattr(f"transformers.distributed.mixin.{of}", lambda value=value: value)
     meant, name = write(tmp_path / "tiny.gguf"), str(tmp_path / "tiny.gguf")
     policy, config, tokenizer = PolicyConfig(model=name, dtype="float32"), load_config(name), load_tokenizer(name)
     check_files(name, config)

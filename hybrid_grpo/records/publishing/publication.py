@@ -137,8 +137,8 @@ def _check_target(target: Path) -> None:
     is_free = not target.exists() or (target.is_dir() and (not any(target.iterdir()) or _is_publication(target)))
     refuse(
         target.is_symlink() or not is_free or target.resolve() == Path.cwd(),
-        f"publish.folder {target} holds something other than an unchanged publication: give another folder, or"
-        " move it away",
+        f"publish.folder {target} holds something other than an unchanged publication, or is the current folder: give"
+        " another folder, or move it away",
     )
 
 
