@@ -3,7 +3,7 @@
     python benchmarks/learning.py --workload ragged --seeds 0,1,2 --grpo.num_iterations 2 --json FILE
 
 `ragged` has words of 3 to 24 letters, of log-normal lengths; `letters` of 3 to 6; `real` is the quickstart:
-SmolLM2-135M-Instruct and sums.
+SmolLM2-135M-Instruct and sums; `products`, `letter_counting` and `gsm_symbolic` are other problems for this model.
 
 A seed determines the task and the weights after the supervised warm-up, and is the seed of both trainers. Both get the
 prompts in the same order and the recipe's settings: group size, limits, AdamW, gradient norm, clipping, loss, scaling
@@ -34,9 +34,10 @@ from statistics import mean
 from typing import Any
 
 from step import SIDES, Worker, measured_on, set_accelerator, trl_environment
-from step_workloads import letters, real
+from step_workloads import REAL, letters, real
 
 LEARNED = {"letters": letters, "ragged": partial(letters, ragged=True), "real": real}
+LEARNED |= {problems: partial(real, problems=problems) for problems in REAL}
 NAMES = ("hybrid", "trl", "settings")
 
 

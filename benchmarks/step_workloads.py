@@ -104,10 +104,18 @@ def letters(folder: Path, seed: int = 0, ragged: bool = False) -> Job:
     return Job([*arguments, "--rollout.max_completion_tokens", str(longest + 2)], longest_prompt=longest + 1)
 
 
-def real(folder: Path, seed: int = 0) -> Job:
-    """The GRPO run of `quickstart.sh`, which has fetched the weights. Both sides read the problems from files."""
-    source = read_recipe(SCRIPTS / "quickstart.yaml")["data"]
-    task = gym_task(source["task"])
+REAL = {
+    "products": "gym/products,min_terms=2,max_terms=2,min_digits=1,max_digits=2",
+    "letter_counting": "gym/letter_counting",
+    "gsm_symbolic": "gym/gsm_symbolic",
+}
+"""Other problems that the model of the quickstart learns."""
+
+
+def real(folder: Path, seed: int = 0, problems: str | None = None) -> Job:
+    """The GRPO run of `quickstart.sh`, which has fetched the weights, on its problems or others of `REAL`. Both sides
+    read them from files."""
+    task = gym_task(REAL[problems] if problems else read_recipe(SCRIPTS / "quickstart.yaml")["data"]["task"])
     for split, held_out in (("train", False), ("heldout", True)):
         rows = list(islice(task.made(held_out), 4096))
         chats = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
@@ -123,7 +131,10 @@ def real(folder: Path, seed: int = 0) -> Job:
         "rewards": "[{function: numeric_answer, kwargs: {last_number: true}}]",
         "log.wandb": "disabled",
     }
-    return Job([part for name, value in settings.items() for part in (f"--{name}", str(value))], longest_prompt=40)
+    return Job(
+        [part for name, value in settings.items() for part in (f"--{name}", str(value))],
+        longest_prompt=256 if problems else 40,
+    )
 
 
 def ragged(folder: Path) -> Job:
