@@ -163,10 +163,11 @@ class RolloutConfig:
     """Format in which the model writes tool calls. `auto` takes the first format that can read a call written by the
     chat template. See docs/tools.md."""
     max_turns: Annotated[Count, _OF_TURNS] = 8
-    """Maximum number of turns in a completion with tools, an environment or a user. The last turn is not answered."""
+    """Maximum number of turns in a completion with tools or an environment, whose last turn is not answered, or of
+    an episode of an agent."""
     max_tool_tokens: Annotated[Count, _OF_TURNS, About(rank=6)] = 512
-    """Maximum number of tokens in the answer to a turn, including those of the chat template; longer answers of tools,
-    environments and users are cut."""
+    """Maximum number of tokens in the answer to a turn, including those of the chat template; longer answers of tools
+    and environments are cut. With an agent it only counts for the default of max_total_tokens."""
     tool_timeout_s: Annotated[Seconds, _OF_TURNS] = 30.0
     """Maximum seconds for a tool call, after which the model reads an error message instead of a result; also for a
     step of an environment, after which the completion has failed."""
@@ -185,12 +186,12 @@ class RolloutConfig:
     """Maximum total number of tokens: prompt, sampled tokens, and tokens inserted between turns. A completion that
     reaches this is cut. Default: what the other limits add up to."""
 
-    user: Annotated[Function | None, _OF_TURNS] = None
-    """Function that plays the user, as `path/to/file.py:name`. After each turn of the model without tool calls, it is
-    called with the `messages` so far and the columns that it has arguments for. It returns what the user says, or None
-    to end the conversation. See docs/users.md."""
-    user_stop: Annotated[list[Text], _OF_TURNS] = field(default_factory=list)
-    """The user ends the conversation by saying one of these texts. An empty message ends it too."""
+    agent: Annotated[Function | None, _OF_TURNS] = None
+    """Program that calls the model itself, one episode for each completion: `path/to/file.py:function`, called with a
+    task and a client of openai, or a command line that finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. It
+    returns the reward, or None. See docs/agents.md."""
+    agent_timeout_s: Annotated[Seconds, _OF_TURNS] = 600.0
+    """Maximum seconds for an episode of `agent`, which then has failed."""
 
     @property
     def carried_groups(self) -> int:
@@ -200,7 +201,7 @@ class RolloutConfig:
     @property
     def turns_setting(self) -> str | None:
         """The name of a setting that gives completions several turns; None if there is none."""
-        asked = ("tools", self.tools), ("environment", self.environment), ("user", self.user)
+        asked = ("tools", self.tools), ("environment", self.environment), ("agent", self.agent)
         return next((f"rollout.{name}" for name, value in asked if value), None)
 
     @property
@@ -243,9 +244,11 @@ class RolloutConfig:
             f"{self.turns_setting} speaks between turns, and rollout.ignore_eos lets no turn end: remove one of them",
         )
         refuse(self.environment == {}, "rollout.environment is an empty mapping: name an environment, or remove it")
+        others = [name for name in ("tools", "environment") if getattr(self, name)] if self.agent is not None else []
+        refuse(bool(others), f"rollout.agent has its own tools: remove rollout.{', '.join(others)}, or the agent")
         refuse(
-            bool(self.user_stop) and self.user is None,
-            "rollout.user_stop has no effect without rollout.user: set that, or remove this",
+            self.agent is not None and self.logprobs == "mask",
+            "rollout.logprobs mask is not kept for the histories of rollout.agent: set it to softmax or sampling",
         )
         refuse(
             self.environment_processes is not None and not self.environment,
@@ -326,6 +329,7 @@ class RolloutConfig:
             ("cache_gb", self.cache_gb is not None, "does not bound its caches"),
             ("keep_cache", self.keep_cache == "on", "builds its caches anew"),
             ("carry", self.carry != 0, "completes all that it began"),
+            ("agent", self.agent is not None, "completes prompts that are known before"),
         ):
             refuse(
                 is_set,
@@ -336,5 +340,9 @@ class RolloutConfig:
 
 
 def environment_rewards(rollout: RolloutConfig) -> dict[str, str]:
-    """Return the names of the environments' rewards (the class names), keyed by the names that rows use."""
+    """Return the names of the environments' rewards (the class names), keyed by the names that rows use; of an agent
+    its function's name, or `agent` for a command line."""
+    if rollout.agent is not None:
+        agent = function_text(rollout.agent)
+        return {"": "agent" if " " in agent else agent.rpartition(":")[2]}
     return {name: place.rpartition(":")[2].rpartition(".")[2] for name, place in rollout.environments.items()}

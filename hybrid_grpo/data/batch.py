@@ -67,7 +67,7 @@ class Rollout:
     def token_rows(self, rows: Sequence[int]) -> list[TokenRow]:
         """The chosen rows as a model reads them in training."""
         prompts = self.row_prompts
-        return [self.completions[row].token_row(row, prompts[row].token_ids) for row in rows]
+        return [part for row in rows for part in self.completions[row].token_rows(row, prompts[row].token_ids)]
 
     @property
     def num_tokens(self) -> int:
@@ -228,7 +228,7 @@ def _first(count: int, num_generations: int, rows: int) -> list[int]:
 @dataclass(frozen=True)
 class MicroBatch:
     """The rows of one forward, and the tokens that it predicts. The last token of a row predicts no token and is left
-    out.
+    out. A rollout's row that is read as several `TokenRow`s has a row here for each, whose mask is True on its part.
 
     When packed, all rows form one sequence, and a prompt that a group shares occurs in the sequence once. Otherwise
     each row is a right-padded sequence, and no real token attends to padding.
@@ -273,6 +273,11 @@ class MicroBatch:
         if not self.rows:
             return values_BT.new_zeros(self.mask_bT.shape)
         return values_BT[self.row_b, : self.mask_bT.shape[1]]
+
+    def put(self, values_BT: Tensor, values_N: Tensor) -> None:
+        """Write the flat values at the real tokens into the values of a whole rollout."""
+        width = self.mask_bT.shape[1]
+        values_BT[self.row_b[self.place_N // width], self.place_N % width] = values_N
 
     def unflatten(self, values_N: Tensor) -> Tensor:
         """[b, T], the flat values at the real tokens and 0 elsewhere; differentiable."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid_grpo.data.episodes import Episode, Opening
@@ -95,11 +95,14 @@ class Completion:
     carried: tuple[int, ...] = ()
     """The number of its tokens each time that it was carried into another step, ascending: policies before that step
     sampled them."""
+    histories: tuple[int, ...] = ()
+    """Indices of the observations with which the model began to read anew, ascending, the first of them 0: what stands
+    before such an observation, the prompt included, it no longer reads. Empty unless an agent wrote what it reads."""
 
     @property
     def turns(self) -> int:
         """Number of turns of the model."""
-        return len(self.observations) + 1
+        return len(self.observations) + (not self.histories)
 
     @property
     def old_tokens(self) -> int:
@@ -129,9 +132,19 @@ class Completion:
         """The completion at the end of a step after which it is carried on."""
         return replace(self, carried=(*self.carried, len(self.token_ids)))
 
-    def token_row(self, index: int, prompt_ids: list[int]) -> TokenRow:
-        """The completion as a model reads it in training, after its prompt; its targets are the sampled tokens."""
-        return TokenRow(index, prompt_ids, self.read_ids, self.sampled_places, self.sidecars)
+    def token_rows(self, index: int, prompt_ids: list[int]) -> list[TokenRow]:
+        """The completion as a model reads it in training, after its prompt, or each of its histories by itself; targets
+        are the sampled tokens, each once."""
+        if not self.histories:
+            return [TokenRow(index, prompt_ids, self.read_ids, self.sampled_places, self.sidecars)]
+        rows = []
+        for begin, end in pairwise([*self.histories, len(self.observations)]):
+            (first, history), *rest = self.observations[begin:end]
+            last = self.observations[end][0] if end < len(self.observations) else len(self.token_ids)
+            between = tuple((place - first, ids) for place, ids in rest)
+            part = Completion(self.token_ids[first:last], [], "stop", observations=between)
+            rows.append(TokenRow(index, history, part.read_ids, part.sampled_places, first=first))
+        return rows
 
     @property
     def read_ids(self) -> list[int]:

@@ -27,5 +27,5 @@ def measured(
         values = engine(*micro.inputs, temperature, more)
         found_BT = found_BT or [torch.zeros(shape, device=micro.input_ids_bS.device) for _ in values]
         for value_BT, value_N in zip(found_BT, values if micro.rows else (), strict=False):
-            value_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(value_N)
+            micro.put(value_BT, value_N)
     return found_BT

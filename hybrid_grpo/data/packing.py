@@ -199,9 +199,10 @@ def _micro_batch(
     reading: Reading,
 ) -> MicroBatch:
     rows = [row for part in parts for row in part]
-    lengths = np.array([len(row.targets) for row in rows])
-    indices = [row.index for row in rows]
-    mask_bT = np.arange(lengths.max()) < lengths[:, None]
+    first_b1 = np.array([row.first for row in rows])[:, None]
+    end_b1 = first_b1 + np.array([len(row.targets) for row in rows])[:, None]
+    indices, token_T = [row.index for row in rows], np.arange(end_b1.max())
+    mask_bT = (first_b1 <= token_T) & (token_T < end_b1)
     target_N = np.array([row.completion[target] for row in rows for target in row.targets])
     return MicroBatch(
         indices,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LETTERS_OF_A_TOKEN = 256
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Tags around the assistant's text, which transformers adds to the syntax of jinja."""
-_TRUSTED = ("system", "developer", "assistant")
+TRUSTED = ("system", "developer", "assistant")
 """Roles whose messages may contain control tokens. In other messages, names of control tokens are treated as text."""
 _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
@@ -230,7 +230,7 @@ def read_prompt(
     if isinstance(text, list) or config.chat_template == "always" or (pictures and config.chat_template == "auto"):
         untrusted, chat = prompt_text_of(tokenizer), _as_chat(text)
         chat = placed(chat, len(pictures)) if pictures else chat
-        chat = [m if m["role"] in _TRUSTED else {**m, "content": untrusted.marked(m["content"])} for m in chat]
+        chat = [m if m["role"] in TRUSTED else {**m, "content": untrusted.marked(m["content"])} for m in chat]
         token_ids = tokenize(_apply_template(chat, where, config, tokenizer), encode=untrusted.ids)
     else:
         token_ids = tokenize(text, encode=partial(text_ids, tokenizer))

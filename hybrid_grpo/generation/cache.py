@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -259,6 +259,10 @@ class PagedCache:
         # The lowest numbers are taken first, so that host memory that is never needed stays untouched.
         self._free = list(range(self.pages - 1, 0, -1))
         self._owners = [0] * self.pages
+        self._published: dict[tuple[int, tuple[int, ...]], int] = {}
+        """Pages that may be found, by the page before each, 0 for the first, and its tokens."""
+        self._names: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """The keys of these pages in `_published`."""
         self.peak = 0
         """Most pages in use at one time."""
 
@@ -291,6 +295,32 @@ class PagedCache:
             self._owners[page] -= 1
             if not self._owners[page]:
                 self._free.append(page)
+                self._published.pop(self._names.pop(page, (0, ())), None)
+
+    def publish(self, tokens: list[int], pages: list[int]) -> None:
+        """Let `find` return the full pages of a sequence that has read `tokens`, for as long as it owns them."""
+        before = 0
+        for page, own in zip(pages, self._divided(tokens), strict=False):
+            # What follows another sequence's page could outlive that page.
+            if self._published.setdefault((before, own), page) != page:
+                return
+            self._names[page], before = (before, own), page
+
+    def find(self, tokens: list[int]) -> list[int]:
+        """Return published pages that hold the first of these tokens; none if the model has states, which are not in
+        pages."""
+        found: list[int] = []
+        if self._published and not self.states:
+            for own in self._divided(tokens):
+                page = self._published.get((found[-1] if found else 0, own))
+                if page is None:
+                    break
+                found.append(page)
+        return found
+
+    def _divided(self, tokens: list[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens of full pages."""
+        return (tuple(tokens[at - self.page : at]) for at in range(self.page, len(tokens) + 1, self.page))
 
     def copy(self, source: list[int], target: list[int]) -> None:
         if source:

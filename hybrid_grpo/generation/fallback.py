@@ -82,6 +82,7 @@ class _Batches:
             if self.callbacks.on_step:
                 self.callbacks.on_step()
             for key, observation in self.callbacks.turns.answers(PATIENCE_S):
+                assert isinstance(key, int), "only the paged decoder begins sequences"
                 row = waiting.pop(key)
                 finish = row.answer(observation)
                 if finish is not None:

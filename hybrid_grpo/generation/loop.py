@@ -74,13 +74,15 @@ class _Loop:
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
         """For each running step, its sequences, each with the number of its turn, and the outcome to be read."""
+        self._shares = callbacks.turns is not None and callbacks.turns.begins_sequences
         # A state cannot be taken back: where turns continue from one, no step may be begun after their end.
         self.max_in_flight = 0 if callbacks.turns is not None and decoder.cache.states else decoder.max_in_flight
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
         self.stats.timeline = timeline = Timeline(schedule.slots)
-        while schedule.busy and not self._should_stop():
+        turns = self.callbacks.turns
+        while (schedule.busy or (turns is not None and turns.is_open)) and not self._should_stop():
             if self.callbacks.on_step:
                 self.callbacks.on_step()
             self._take_answers()
@@ -118,10 +120,13 @@ class _Loop:
     def _take_answers(self) -> None:
         """Begin the turns whose answers have arrived; wait for one if there is nothing else to do."""
         schedule, turns = self.schedule, self.callbacks.turns
-        if turns is None or not schedule.waiting:
+        if turns is None or not (schedule.waiting or turns.is_open):
             return
         idle = not (schedule.active or schedule.can_start or self.in_flight)
-        for key, observation in turns.answers(PATIENCE_S if idle else 0.0):
+        for asked, observation in turns.answers(PATIENCE_S if idle else 0.0):
+            if isinstance(asked, Sequence):
+                schedule.waiting[asked.key] = asked
+            key = asked.key if isinstance(asked, Sequence) else asked
             sequence, finish = schedule.answer(key, observation)
             if not isinstance(observation, str):
                 sequence.position_offset += self.reading.offset(observation)
@@ -144,7 +149,9 @@ class _Loop:
             if not schedule.ready:
                 groups = schedule.next_prefill_batch(self.prefill_tokens)
                 self.stats.prefills += len(groups)
-                self._read(groups, [0] * len(groups))
+                self._read(groups, [group.known for group in groups])
+                for group in groups if self._shares else ():
+                    schedule.cache.publish(group.tokens[:-1], group.pages)
             admitted, source, target = schedule.admit()
             if admitted:
                 schedule.cache.copy(source, target)
@@ -216,6 +223,9 @@ class _Loop:
             if sequence.is_open and sequence.turn == turn:
                 sequence.add(token, logp, kept, self.sampling, self.callbacks)
         done = [slot for slot, s in enumerate(self.schedule.active) if s.completion or s.waits]
+        for slot in done if self._shares else ():
+            of = self.schedule.active[slot]
+            self.schedule.cache.publish(of.tokens[: of.position], of.pages)
         self.decoder.move(*self.schedule.retire(done))
 
 
@@ -297,10 +307,13 @@ def generate(
         waiting=many,
         has_offsets=reading.has_offsets,
     )
-    groups = chain.from_iterable(map(groups_of, sequences))
+    begins = turns is not None and turns.begins_sequences
+    groups = () if begins else chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.page_lookahead)
     loop = _Loop(model, schedule, decoder, prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks)
     if turns is not None:
         turns.begin(requests)
     stats = loop.run()
+    if turns is not None and begins:
+        return turns.completions(), stats
     return [[s.completion for s in group if s.completion] for group in sequences], stats

@@ -32,6 +32,8 @@ class Group:
     """Row of the cache's states after these tokens."""
     recorded: np.ndarray | None = None
     """See `Sequence`."""
+    known: int = 0
+    """Number of tokens that the pages held before the group was read, as other sequences begin with them too."""
 
     @property
     def position(self) -> int:
@@ -86,7 +88,9 @@ class Scheduler:
         completions = sum(len(group.sequences) for group in self.ready)
         while self.pending and completions < wanted:
             group = self.pending[0]
-            new = len(group.tokens) - 1
+            found = self.cache.find(group.tokens[:-1])
+            group.known = len(found) * self.cache.page
+            new = len(group.tokens) - 1 - group.known
             need = self.cache.pages_for(new)
             # One more page, which the group's first sequence writes to.
             if (
@@ -96,7 +100,8 @@ class Scheduler:
             ):
                 break
             self.pending.popleft()
-            group.pages, group.state = self.cache.allocate(need), self.cache.states.allocate()
+            self.cache.share(found)
+            group.pages, group.state = found + self.cache.allocate(need), self.cache.states.allocate()
             batch.append(group)
             completions += len(group.sequences)
             tokens += new
@@ -193,8 +198,14 @@ class Scheduler:
             holder.recorded = self.cache.recorded(holder.pages, holder.position)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Make a sequence without pages pending again."""
-        self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), recorded=sequence.recorded))
+        """Make a sequence without pages pending, again or, if it is new, after the others."""
+        if sequence.sampled:
+            self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), recorded=sequence.recorded))
+            return
+        alike = next((group for group in self.pending if group.tokens == sequence.tokens), None)
+        if alike is None:
+            self.pending.append(alike := Group(list(sequence.tokens), deque()))
+        alike.sequences.append(sequence)
 
     def reserve(self) -> bool:
         """Give every active sequence a page to write to; return False, without giving any, if too few can be freed."""

@@ -55,6 +55,14 @@ class Request:
 class Turns(Protocol):
     """What happens between the turns of completions. A completion is named by the key of its random stream."""
 
+    @property
+    def begins_sequences(self) -> bool:
+        """Whether completions are made of sequences that `answers` begins, and that `completions` joins."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `answers` may still begin sequences."""
+
     def begin(self, requests: Any) -> None:
         """Called when the completions of a list of `Request` begin; completions still under way are abandoned."""
 
@@ -65,12 +73,15 @@ class Turns(Protocol):
     def cut(self, key: int) -> Finish | None:
         """Called when a turn was cut at a token limit; returns the same as `ended`."""
 
-    def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
-        """Return the answers since the last call: for each, the key, and the answer's tokens or how the completion
-        ends. Waits up to `patience_s` seconds for the first."""
+    def answers(self, patience_s: float) -> Iterable[tuple[int | Sequence, list[int] | Finish]]:
+        """Return the answers since the last call: for each, the key, or a new sequence without tokens, and the answer's
+        tokens or how the completion ends. Waits up to `patience_s` seconds for the first."""
 
-    def finished(self, key: int, completion: Completion) -> Completion:
-        """Called when a completion has ended; returns it with its messages."""
+    def finished(self, key: int, completion: Completion) -> Completion | None:
+        """Called when a completion has ended; returns it with its messages, or None if it is a part of another."""
+
+    def completions(self) -> list[list[Completion]]:
+        """Return the completions of all requests, if `begins_sequences`."""
 
 
 @dataclass(frozen=True)
@@ -226,10 +237,12 @@ class Sequence:
             sidecars=(*masks, *(callbacks.recorded(self) if callbacks.recorded else ())),
             carried=self.resumed_from.carried if self.resumed_from else (),
         )
+        whole: Completion | None = self.completion
         if callbacks.turns is not None:
-            self.completion = callbacks.turns.finished(self.key, self.completion)
-        if callbacks.on_finish is not None and finish != "open":
-            callbacks.on_finish(self.request, self.sample, self.completion)
+            whole = callbacks.turns.finished(self.key, self.completion)
+            self.completion = whole or self.completion
+        if callbacks.on_finish is not None and finish != "open" and whole is not None:
+            callbacks.on_finish(self.request, self.sample, whole)
 
 
 def sequences_of(requests: Iterable[Request], sampling: Sampling, reading: Reading) -> list[list[Sequence]]:

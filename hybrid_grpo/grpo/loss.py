@@ -96,9 +96,9 @@ def micro_batch_loss(
 
 
 AVERAGES: dict[str, Callable[[Tensor, int, int, int], Tensor | int]] = {
-    "dapo": lambda mask_bT, tokens, rows, limit: tokens,
-    "grpo": lambda mask_bT, tokens, rows, limit: rows * mask_bT.sum(1, keepdim=True).clamp(min=1),
-    "dr_grpo": lambda mask_bT, tokens, rows, limit: rows * limit,
+    "dapo": lambda length_b1, tokens, rows, limit: tokens,
+    "grpo": lambda length_b1, tokens, rows, limit: rows * length_b1.clamp(min=1),
+    "dr_grpo": lambda length_b1, tokens, rows, limit: rows * limit,
 }
 """Functions of the mask, all tokens, all rows and the longest completion allowed; the result divides a token's loss."""
 
@@ -117,6 +117,7 @@ def token_weights(
     total_tokens: int,
     total_rows: int,
     max_completion_tokens: int,
+    length_b1: Tensor | None = None,
 ) -> Tensor:
     """Return the weight of every token's loss: the weighted sum over a minibatch on all ranks is the average loss.
 
@@ -126,13 +127,15 @@ def token_weights(
     Args:
         mask_bT: bool, True on the tokens that take part.
         total_tokens, total_rows: the numbers of tokens and rows that take part, over the whole minibatch and all ranks.
+        length_b1: tokens of each row, of which the mask may have a part. Default: the mask has all.
 
     Returns:
         float32 [b, T], 0 where the mask is False.
     """
     mask = mask_bT.float()
     # If nothing takes part, every weight is 0, not 0 / 0.
-    return mask / AVERAGES[loss_type](mask, max(total_tokens, 1), max(total_rows, 1), max_completion_tokens)
+    length_b1 = mask.sum(1, keepdim=True) if length_b1 is None else length_b1
+    return mask / AVERAGES[loss_type](length_b1, max(total_tokens, 1), max(total_rows, 1), max_completion_tokens)
 
 
 KL: dict[str, Callable[[Tensor], Tensor]] = {

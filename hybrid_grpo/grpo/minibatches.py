@@ -71,7 +71,7 @@ def optimizer_steps(
     """
     rows, device = rollout.completions, signals.device
     counts = in_loss(rollout, grpo)
-    counts_B = upload(counts, device)
+    counts_B, lengths_B = upload(counts, device), upload(rollout.lengths, device)
     writers = dict.fromkeys(c.writer for c in rows if c.writer and c.learned)
     writers_B = {name: upload([c.writer == name for c in rows], device) for name in writers}
     group_of = [row // rollout.num_generations for row in range(len(rows))]
@@ -96,7 +96,9 @@ def optimizer_steps(
         minibatch = number % grpo.num_minibatches
         known = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
         part, counted, mean = micro_batches[minibatch], sums[minibatch], means[minibatch]
-        yield train_batches(part, known, counts_B, counted, mean, grpo, max_completion_tokens, writers_B, group_B)
+        yield train_batches(
+            part, known, counts_B, counted, mean, grpo, max_completion_tokens, writers_B, lengths_B, group_B
+        )
 
 
 def minibatch_rows(rollout: Rollout, count: int) -> list[range]:
@@ -139,6 +141,7 @@ def train_batches(
     grpo: GrpoConfig,
     max_completion_tokens: int,
     writers_B: Mapping[str, Tensor],
+    lengths_B: Tensor,
     group_B: Tensor | None = None,
 ) -> Iterator[TrainBatch]:
     """Yield the micro-batches of one optimizer step with their signals, weighted by the step's counts over all ranks.
@@ -150,6 +153,7 @@ def train_batches(
         correction_mean: see `TrainBatch`.
         writers_B: bool [B] by name of each writer, other than the policy, that is learned from: True for its
             completions.
+        lengths_B: int64 [B], the number of tokens of each completion.
         group_B: int64 [B], the group of each row, for losses that compare completions.
     """
     for micro, has_gradient in micro_batches:
@@ -159,6 +163,7 @@ def train_batches(
             total_tokens=totals[0],
             total_rows=totals[1],
             max_completion_tokens=max_completion_tokens,
+            length_b1=micro.of_rows(lengths_B[:, None]),
         )
         yield TrainBatch(
             micro,

@@ -50,6 +50,8 @@ class TokenRow:
     targets: Sequence[int]
     """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
     sidecars: tuple[Sidecar, ...] = ()
+    first: int = 0
+    """Index of the first target among all sampled tokens of the rollout's row, which several of these may read."""
 
     @classmethod
     def of(cls, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[TokenRow]:

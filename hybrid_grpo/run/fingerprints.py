@@ -80,7 +80,7 @@ def _files(config: ModelRunConfig) -> dict[str, str]:
         REWARDS: rewards,
         f"{CODE}rollout.tools": [tool.function for tool in rollout.tools],
         f"{CODE}rollout.environment": list(rollout.environments.values()),
-        f"{CODE}rollout.user": [rollout.user] if rollout.user else [],
+        f"{CODE}rollout.agent": [rollout.agent] if rollout.agent else [],
         f"{CODE}grpo.objective": [objective] if objective else [],
         f"{CODE}features": config.features,
     }

@@ -29,7 +29,7 @@ from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.sampling import SamplingContext
 from hybrid_grpo.turns.environments.environments import rewards_of
-from hybrid_grpo.turns.partners import TurnResponders, partners_of, with_tools
+from hybrid_grpo.turns.partners import Partners, partners_of, with_tools
 from hybrid_grpo.turns.tools.tools import tool_names
 
 
@@ -68,8 +68,8 @@ class EvalInputs:
     """Rewards of the run, which are also used by held-out sets that have none of their own."""
     eval_sets: list[EvalSet]
     """Held-out sets; empty if there is no evaluation."""
-    partners: TurnResponders | None
-    """TurnResponders that answer the model's turns; None if every completion has a single turn."""
+    partners: Partners | None
+    """What answers the model's turns; None if every completion has a single turn."""
 
     @property
     def tokenizer(self) -> Any:
@@ -148,8 +148,8 @@ class RunInputs(EvalInputs):
         facts["rewards"] = ", ".join(f"{weights.get(name, 1.0):g} {name}" for name in config.reward_names)
         if partners is not None and partners.tool_names:
             facts["tools"] = ", ".join(partners.tool_names)
-        if partners is not None and partners.user is not None:
-            facts["user"] = function_text(config.rollout.user or "")
+        if config.rollout.agent is not None:
+            facts["agent"] = function_text(config.rollout.agent)
         outcome = config.eval.outcome or config.reward_names[0]
         return cls(sampler, rewards["rewards"], eval_sets, partners, outcome, training, objective, facts)
 
@@ -198,9 +198,7 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
     return EvalInputs(sampler, rewards["rewards"], eval_sets, partners)
 
 
-def read_training_prompts(
-    config: TrainConfig, sampler: SamplingContext, partners: TurnResponders | None
-) -> TrainingPrompts:
+def read_training_prompts(config: TrainConfig, sampler: SamplingContext, partners: Partners | None) -> TrainingPrompts:
     """Read the training prompts. If a feature reads them itself, the first such feature decides how they are drawn."""
     data, seed = with_tools(config.data, partners), config.run.seed
     check = partial(sampler.check_readable, partners=partners)
@@ -223,7 +221,7 @@ def read_eval_set(
     held_out: HeldOut,
     config: EvaluationConfig,
     sampler: SamplingContext,
-    partners: TurnResponders | None,
+    partners: Partners | None,
     rewards: Rewards,
     trained: Sequence[Prompt],
 ) -> tuple[EvalSet, str]:

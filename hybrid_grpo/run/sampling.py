@@ -16,7 +16,7 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids, gaps_of, stop_ids, vocabulary_of
 from hybrid_grpo.model.loading import load_config, load_tokenizer, training_attention
 from hybrid_grpo.model.sight import reads_both_ways
-from hybrid_grpo.turns.partners import TurnResponders
+from hybrid_grpo.turns.partners import Partners
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Settings that are always shown. The ones below are shown if they are not the default."""
@@ -98,14 +98,14 @@ class SamplingContext:
         return unended_turn(self.tokenizer, self.stop_ids, self.rollout.stop_strings)
 
     def check_prompts(
-        self, prompts: list[Prompt], partners: TurnResponders | None, rollout: RolloutConfig | None = None
+        self, prompts: list[Prompt], partners: Partners | None, rollout: RolloutConfig | None = None
     ) -> None:
         """Refuse prompts that the model cannot read, that leave no room for a completion, or that lack what their
         environments need. `rollout` has the limits of lengths; by default, `self.rollout` is used."""
         self.check_room(max(len(prompt.token_ids) for prompt in prompts), rollout)
         self.check_readable(prompts, partners)
 
-    def check_readable(self, prompts: list[Prompt], partners: TurnResponders | None) -> None:
+    def check_readable(self, prompts: list[Prompt], partners: Partners | None) -> None:
         """Refuse prompts that the model cannot read, or that lack what their environments need."""
         check_prompt_ids([prompt.token_ids for prompt in prompts], self.model_config)
         if partners is not None:

@@ -20,15 +20,14 @@ from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import ImageStore, bared, has_images
 from hybrid_grpo.data.prompts import begins_answer
 from hybrid_grpo.generation import Request, stream_key
-from hybrid_grpo.turns.calls import Turn
+from hybrid_grpo.turns.agents.sessions import Agents
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.observations import error_text
 from hybrid_grpo.turns.openings import Openings
-from hybrid_grpo.turns.reading import one_at_a_time, reader_of
+from hybrid_grpo.turns.reading import one_at_a_time, reader_of, turn_of
 from hybrid_grpo.turns.template import TurnTemplate, assistant_message
 from hybrid_grpo.turns.tools.tools import Tools
 from hybrid_grpo.turns.trajectory import Answer, Finish, Partner, Trajectory
-from hybrid_grpo.turns.user import User
 
 _ANSWERS_KEPT = 1024
 """Number of answers whose tokens are cached."""
@@ -43,11 +42,12 @@ class TurnResponders:
     Args:
         partners: all partners, in the order in which turns are offered to them.
         openings: appends initial observations to prompts that have environments.
-        user: the partner that plays the user.
         tokenizer, variables, stop_ids, seen: see `TurnTemplate`.
 
     Raises UserError if the chat template has no place for the partners' answers, their pictures or tool calls.
     """
+
+    begins_sequences = is_open = False
 
     def __init__(
         self,
@@ -60,12 +60,10 @@ class TurnResponders:
         environments: Environments | None = None,
         openings: Openings | None = None,
         seed: int = 0,
-        user: User | None = None,
         seen: tuple[ImageStore, DataConfig] | None = None,
     ) -> None:
         self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
         self.environments, self._openings, self._seed = environments, openings, seed
-        self.user = user
         self._between = TurnTemplate(tokenizer, variables, self.schemas, stop_ids, seen)
         for partner in partners:
             self._between.check(partner.setting, partner.example)
@@ -96,15 +94,13 @@ class TurnResponders:
         return self.tools.names if self.tools is not None else []
 
     def check(self, prompts: list[Prompt]) -> None:
-        """Raise UserError if a row lacks what its environment or the user needs, or begins an answer."""
+        """Raise UserError if a row lacks what its environment needs, or begins an answer."""
         begun = next(filter(begins_answer, prompts), None)
         if begun is not None:
             raise UserError(
                 f"data.prompt_column: row {begun.id} (from 0) ends with a message of the assistant, which is continued"
-                " only in completions of one turn: end it with the user's, or remove tools, environment and user"
+                " only in completions of one turn: end it with the user's, or remove tools and environment"
             )
-        if self.user is not None:
-            self.user.check_columns(prompts[0].columns)
         if self.environments is not None:
             self.environments.check(prompts)
 
@@ -128,13 +124,12 @@ class TurnResponders:
             self.environments.give_up()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """See `Turns`. A completion is cut if its last turn calls a tool, or would be answered by a user, but there is
-        no room for another turn."""
+        """See `Turns`. A completion is cut if its last turn calls a tool, but there is no room for another turn."""
         trajectory = self._trajectory(key)
         trajectory.sampled += len(turn_ids)
         has_turns = trajectory.turns + 1 < self._config.max_turns
         trajectory.is_last, trajectory.is_full = room <= 0 or not has_turns, room <= 0 and has_turns
-        turn = self._turn(turn_ids)
+        turn = turn_of(self._tokenizer, self._read, self._end_texts, turn_ids)
         partner = next((p for p in self._partners if p.takes(trajectory, turn)), None)
         if partner is None:
             return self._ends(trajectory, "stop")
@@ -165,16 +160,6 @@ class TurnResponders:
 
     def _take(self, trajectory: Trajectory, turn: int, answer: Answer) -> None:
         self._answers.put((trajectory, turn, answer))
-
-    def _turn(self, turn_ids: list[int]) -> Turn:
-        end = self._end_texts.get(turn_ids[-1])
-        spoken = turn_ids if end is None else turn_ids[:-1]
-        if self._read is None:
-            return Turn(self._tokenizer.decode(spoken, skip_special_tokens=True))
-        turn = self._read(self._tokenizer.decode(spoken, skip_special_tokens=False), end or "")
-        if turn.calls or turn.fault is not None:
-            return turn
-        return Turn(self._tokenizer.decode(spoken, skip_special_tokens=True))
 
     def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
         """See `Turns`."""
@@ -272,6 +257,10 @@ class TurnResponders:
         messages = *before, assistant_message(completion.text, [])
         return replace(completion, messages=messages, pictures=pictures, episode=episode, calls=calls)
 
+    def completions(self) -> list[list[Completion]]:
+        """See `Turns`."""
+        raise NotImplementedError("the decoder has the completions")
+
     def numbers(self, rollout: Rollout) -> Numbers:
         """Return metrics of the completions of a rollout, with seconds counted since `begin` or the previous call."""
         waited_s, self._waited_s = self._waited_s, 0.0
@@ -281,26 +270,26 @@ class TurnResponders:
         return numbers
 
 
+Partners = TurnResponders | Agents
+
+
 def partners_of(
     config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...], album: ImageStore | None = None
-) -> TurnResponders | None:
-    """Create the partners that the settings name; None if completions have one turn. Raises UserError if one of them,
-    or the tokenizer, cannot be used. `ends` are the tokens that end a turn, and `album` has the pictures of prompts."""
+) -> Partners | None:
+    """Create what answers turns; None if completions have one turn. Raises UserError if a part of it, or the tokenizer,
+    cannot be used. `ends` are the tokens that end a turn, and `album` has the pictures of prompts."""
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:
         return None
     has_chats = tokenizer.chat_template is not None and data.chat_template != "never"
-    what = "tools are called" if rollout.tools else "environment is asked"
+    what = "tools are called" if rollout.tools else "environment is asked" if rollout.environment else "agent asks"
     refuse(
-        bool(rollout.tools or rollout.environment) and not has_chats,
+        not has_chats,
         f"rollout.{what} in chats: take a policy.model whose tokenizer has a chat template that knows tools, and"
         " data.chat_template auto or always",
     )
-    refuse(
-        not has_chats,
-        "rollout.user speaks in chats: take a policy.model whose tokenizer has a chat template, and"
-        " data.chat_template auto or always",
-    )
+    if rollout.agent is not None:
+        return Agents(config, tokenizer, ends)
     environments = Environments(rollout, config.scoring) if rollout.environments else None
     has_methods = environments is not None and any(kind.tools for kind in environments.kinds.values())
     tools = Tools(rollout, config.scoring, environments) if rollout.tools or has_methods else None
@@ -309,14 +298,6 @@ def partners_of(
     if environments is not None:
         openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens, album)
         partners.append(environments)
-    user = User(rollout, config.scoring) if rollout.user is not None else None
-    if user is not None:
-        refuse(
-            environments is not None and any(kind.steps for kind in environments.kinds.values()),
-            f"{user.setting} answers the turns that rollout.environment, which has a step, answers too: remove one of"
-            " them",
-        )
-        partners.append(user)
     kinds = environments.kinds.values() if environments is not None else ()
     for setting in [p.setting for p in partners if p.shows] + ["rollout.environment" for kind in kinds if kind.shows]:
         refuse(album is None, f"{setting} shows pictures, and policy.model sees none: take a model that does")
@@ -325,12 +306,10 @@ def partners_of(
         album.empty = False
     variables, seed = data.chat_template_kwargs, config.run.seed
     seen = None if album is None else (album, data)
-    return TurnResponders(
-        partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, user, seen
-    )
+    return TurnResponders(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, seen)
 
 
-def with_tools(data: DataConfig, partners: TurnResponders | None) -> DataConfig:
+def with_tools(data: DataConfig, partners: Partners | None) -> DataConfig:
     """Return the data settings, changed so that all prompts are chats that describe the tools to the model."""
     if partners is None:
         return data

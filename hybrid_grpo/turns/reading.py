@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -101,6 +101,16 @@ def one_at_a_time(reader: Reader) -> Reader:
         return replace(turn, calls=[], fault="no call is made in a turn with several: call one tool at a time")
 
     return read
+
+
+def turn_of(tokenizer: Any, read: Reader | None, ends: Mapping[int, str], turn_ids: list[int]) -> Turn:
+    """Return the turn that tokens make; `ends` has the texts of those that end turns, and without `read` it is text."""
+    end = ends.get(turn_ids[-1])
+    spoken = turn_ids if end is None else turn_ids[:-1]
+    turn = None if read is None else read(tokenizer.decode(spoken, skip_special_tokens=False), end or "")
+    if turn is not None and (turn.calls or turn.fault is not None):
+        return turn
+    return Turn(tokenizer.decode(spoken, skip_special_tokens=True))
 
 
 def _reads(reader: Reader, text: str, end: str) -> bool:

@@ -119,6 +119,11 @@ class TeacherConfig(FeatureConfig):
             " rollout.environment appends what the policy reads: remove one of them",
         )
         refuse(
+            self.is_on and rollout.agent is not None,
+            "teacher reads the prompt and one completion of it, and rollout.agent writes histories of its own: remove"
+            " one of them",
+        )
+        refuse(
             self.is_on and self.into == "advantage" and bool(config.off_policy_source),
             f"teacher.into advantage is for tokens that the policy sampled, and {config.off_policy_source} brings"
             f" others: set teacher.into to loss, or remove teacher or {config.off_policy_source}",

@@ -118,7 +118,7 @@ class _Endpoint:
         return Response(answer, media_type="application/json")
 
     def _check_token(self, request: Request) -> None:
-        if self._token is None and not is_loopback(_host(request)):
+        if self._token is None and not is_loopback(host_of(request.headers.get("host", ""))):
             # A web page whose name resolves to this machine's address (DNS rebinding) sends its own name.
             reason = "without serve.token_env the Host must be localhost or a loopback address"
             raise HTTPException(HTTPStatus.MISDIRECTED_REQUEST, reason)
@@ -155,10 +155,10 @@ class _Endpoint:
             raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, "see the server's output") from None
 
 
-def _host(request: Request) -> str:
-    """Return the host name in the Host header, without the port; empty if the header is invalid."""
+def host_of(header: str) -> str:
+    """Return the host name in a Host header, without the port; empty if the header is invalid."""
     try:
-        return urlsplit("//" + request.headers.get("host", "")).hostname or ""
+        return urlsplit("//" + header).hostname or ""
     except ValueError:
         return ""
 

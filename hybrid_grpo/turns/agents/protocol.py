@@ -1,0 +1,243 @@
+"""What programs ask for over HTTP, and what they get: OpenAI's chat completions, and vLLM's generation from tokens.
+
+A request may not change how tokens are drawn, since the policy learns from them: settings of sampling are those of the
+run, and a request that asks for others is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_grpo.config import RolloutConfig
+from hybrid_grpo.data.chat_template import joined
+from hybrid_grpo.data.chat_text import clean
+from hybrid_grpo.data.completion import Message
+from hybrid_grpo.turns.calls import Turn
+
+MODEL = "policy"
+"""The name under which the policy is served. Requests may give any other."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "min_tokens": 0}
+"""Settings that have no counterpart here, with the value that changes nothing."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class Refused(Exception):
+    """Why a request is not answered: a status of HTTP, and a line for the program."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A turn that a program asks for, after a chat or after tokens."""
+
+    chat: list[Message] | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the tools that the chat names."""
+    ids: list[int] | None = None
+    limit: int | None = None
+    """Maximum number of tokens to sample, if the program gave one."""
+    has_logprobs: bool = False
+    is_streamed: bool = False
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The turn that a program gets."""
+
+    number: int
+    """Number of the turn within its episode."""
+    turn: Turn
+    ids: list[int]
+    logp: list[float]
+    tokens: list[str]
+    """The texts of `ids`; empty if the program wants no log-probabilities."""
+    read: int
+    """Number of tokens before the turn."""
+    finish: str
+    """`stop` or `length`."""
+
+
+def read_chat(body: Any, config: RolloutConfig) -> Ask:
+    """Return what a body of /v1/chat/completions asks for. Raises Refused."""
+    _refuse(not isinstance(body, dict), "the body is an object of JSON")
+    _check(body, config)
+    messages, tools, choice = body.get("messages"), body.get("tools") or [], body.get("tool_choice") or "auto"
+    _refuse(not isinstance(messages, list) or not messages, "messages is a list with at least one message")
+    _refuse(choice not in ("auto", "none"), "tool_choice is auto or none: the policy chooses what it writes")
+    kind = (body.get("response_format") or {"type": "text"}).get("type")
+    _refuse(kind != "text", "response_format is text: the policy chooses what it writes")
+    are_functions = isinstance(tools, list) and all(
+        isinstance(tool, dict)
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in tools
+    )
+    _refuse(not are_functions, "tools is a list of functions: {type: function, function: {name: ...}}")
+    names: dict[str, str] = {}
+    return Ask(
+        [_message(message, names) for message in messages],
+        () if choice == "none" else tuple(tools),
+        limit=_limit(body),
+        has_logprobs=bool(body.get("logprobs")),
+        is_streamed=bool(body.get("stream")),
+    )
+
+
+def read_tokens(body: Any, config: RolloutConfig, stop_ids: Sequence[int], vocabulary: int) -> Ask:
+    """Return what a body of /inference/v1/generate asks for. Raises Refused."""
+    _refuse(not isinstance(body, dict), "the body is an object of JSON")
+    ids, sampling = body.get("token_ids"), body.get("sampling_params") or {}
+    _refuse(not isinstance(sampling, dict), "sampling_params is an object")
+    _refuse(not isinstance(ids, list) or not ids, "token_ids is a list with at least one token")
+    _refuse(
+        any(type(token) is not int or not 0 <= token < vocabulary for token in ids), "token_ids has no other tokens"
+    )
+    _refuse(bool(body.get("features")), "features: the endpoint takes no pictures")
+    _check(sampling, config)
+    for token in sampling.get("stop_token_ids") or ():
+        _refuse(
+            token not in stop_ids, f"stop_token_ids {token} ends no turn of the run: set rollout.stop_ids [{token}]"
+        )
+    return Ask(ids=ids, limit=_limit(sampling), has_logprobs=True)
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise Refused(400, message)
+
+
+def _check(asked: Mapping[str, Any], config: RolloutConfig) -> None:
+    """Refuse settings that would sample from another distribution than the run's."""
+    for name in _SAMPLING:
+        given, own = asked.get(name), getattr(config, name)
+        # Off is 0 here; in vLLM top_k is off at -1 too.
+        given = 0 if name == "top_k" and given == -1 else given
+        _refuse(given is not None and given != own, f"{name} {given!r} is not that of the run: leave it out, or {own}")
+    for name, neutral in _NEUTRAL.items():
+        _refuse(asked.get(name) not in (None, neutral), f"{name} {asked.get(name)!r} is not supported: leave it out")
+    stops = asked.get("stop") or []
+    for text in [stops] if isinstance(stops, str) else stops:
+        _refuse(text not in config.stop_strings, f"stop {text!r} ends no turn of the run: set rollout.stop_strings")
+
+
+def _limit(asked: Mapping[str, Any]) -> int | None:
+    limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
+    _refuse(
+        limit is not None and (type(limit) is not int or limit < 1),
+        f"max_tokens {limit!r} is a whole number, 1 or more",
+    )
+    return limit
+
+
+def _message(message: Any, names: dict[str, str]) -> Message:
+    """Return a message with what templates read, and nothing else, so that equal ones are equal. `names` has the tools
+    of the calls so far, by the calls' ids."""
+    role = _ROLES.get(message.get("role", "")) if isinstance(message, dict) else None
+    _refuse(role is None, f"a message has one of the roles {', '.join(_ROLES)}")
+    content = message.get("content") or ""
+    try:
+        content = clean(joined(content) if isinstance(content, list) else content)
+    except (AttributeError, ValueError) as error:
+        raise Refused(400, "a message's content is text") from error
+    made: Message = {"role": role, "content": content}
+    if role == "assistant" and message.get("tool_calls"):
+        made["tool_calls"] = [_call(call, names) for call in message["tool_calls"]]
+    if role == "tool":
+        id = str(message.get("tool_call_id", ""))
+        made |= {"name": str(message.get("name") or names.get(id, "")), "tool_call_id": id}
+    return made
+
+
+def _call(call: Any, names: dict[str, str]) -> dict[str, Any]:
+    try:
+        id, name, arguments = str(call["id"]), str(call["function"]["name"]), call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise Refused(400, "a call has an id, and a function with its name and its arguments as JSON") from error
+    names[id] = name
+    return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
+
+
+def said_by(sampled: Sampled) -> Message:
+    """Return a turn as the message that a program gets, and sends back in its next request."""
+    calls = [
+        {
+            "id": call.id or f"c{sampled.number:04d}{k:04d}",  # nine letters, which Mistral's template asks for
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for k, call in enumerate(sampled.turn.calls)
+    ]
+    return {"role": "assistant", "content": clean(sampled.turn.content), **({"tool_calls": calls} if calls else {})}
+
+
+def kept(message: Message) -> Message:
+    """Return a message of `said_by` as `read_chat` returns it."""
+    return _message(message, {})
+
+
+def _finish(sampled: Sampled) -> str:
+    return "tool_calls" if sampled.turn.calls and sampled.finish == "stop" else sampled.finish
+
+
+def _usage(sampled: Sampled) -> dict[str, int]:
+    new = len(sampled.ids)
+    return {"prompt_tokens": sampled.read, "completion_tokens": new, "total_tokens": sampled.read + new}
+
+
+def _finite(logp: float) -> float:
+    return logp if math.isfinite(logp) else -1e4
+
+
+def chat_reply(sampled: Sampled) -> dict[str, Any]:
+    """Return the body of a chat completion."""
+    entries = [
+        {"token": text, "logprob": _finite(logp), "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for text, logp in zip(sampled.tokens, sampled.logp, strict=False)
+    ]
+    choice = {
+        "index": 0,
+        "message": said_by(sampled),
+        "finish_reason": _finish(sampled),
+        "logprobs": {"content": entries} if entries else None,
+    }
+    return {**_head(sampled, "chat.completion"), "choices": [choice], "usage": _usage(sampled)}
+
+
+def _head(sampled: Sampled, kind: str) -> dict[str, Any]:
+    return {"id": f"turn-{sampled.number}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def chat_stream(sampled: Sampled) -> bytes:
+    """Return the same as a stream of events, in which the turn is one piece: it can only be read once it has ended."""
+    head, message = _head(sampled, "chat.completion.chunk"), said_by(sampled)
+    for k, call in enumerate(message.get("tool_calls", ())):
+        call["index"] = k
+    pieces: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": 0, "delta": message, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(sampled)}]},
+        {**head, "choices": [], "usage": _usage(sampled)},
+    ]
+    return "".join(f"data: {text}\n\n" for text in (*map(json.dumps, pieces), "[DONE]")).encode()
+
+
+def tokens_reply(sampled: Sampled) -> dict[str, Any]:
+    """Return the body of a generation from tokens."""
+    pairs = zip(sampled.ids, sampled.logp, strict=True)
+    content = [{"token": f"token_id:{token}", "logprob": _finite(logp)} for token, logp in pairs]
+    choice = {
+        "index": 0,
+        "token_ids": sampled.ids,
+        "finish_reason": sampled.finish,
+        "logprobs": {"content": content},
+    }
+    return {"request_id": f"turn-{sampled.number}", "choices": [choice], "usage": _usage(sampled)}

@@ -1,0 +1,440 @@
+"""The episodes of a rollout: every turn that an agent asks for continues one of its histories, or begins another.
+
+A request whose chat or tokens continue what the policy has read and written continues that sequence of the decoder,
+which reads only what is new. Any other request, after a compaction or by a sub-agent, begins a sequence; it finds the
+pages of whatever begins alike. The sequences of an episode are the histories of one completion, with one reward.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import secrets
+import sys
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hybrid_grpo.config import environment_rewards
+from hybrid_grpo.config.composition import SamplingConfig
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.fields import function_text
+from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.data.chat_text import ChatText
+from hybrid_grpo.data.completion import Completion, Message, ObservationTokens, Prompt
+from hybrid_grpo.data.episodes import Episode
+from hybrid_grpo.data.prompts import TRUSTED
+from hybrid_grpo.distributed.workers.calls import Call, Reply
+from hybrid_grpo.distributed.workers.pool import Pool
+from hybrid_grpo.generation import Request, stream_key
+from hybrid_grpo.generation.sequence import Finish, Sequence
+from hybrid_grpo.model.limits import vocabulary_of
+from hybrid_grpo.turns.agents.endpoint import Answer, Endpoint
+from hybrid_grpo.turns.agents.in_worker import AgentEntry
+from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, kept, read_chat, read_tokens, said_by
+from hybrid_grpo.turns.reading import Reader, one_at_a_time, reader_of, turn_of
+from hybrid_grpo.turns.template import TurnTemplate, assistant_message, tool_message, user_message, written
+
+Ready = list[tuple[int | Sequence, list[int] | Finish]]
+"""What `Turns.answers` returns."""
+_TOO_LONG = "context_length_exceeded"
+_FOLLOWS = ("user", "tool")
+"""Roles of the messages that may continue a history."""
+
+
+@dataclass(eq=False)
+class _History:
+    """A sequence of an episode, and the chat that it has become."""
+
+    play: _Play
+    sequence: Sequence
+    tools: str
+    """The tools that the chat began with, as JSON."""
+    chat: list[Message] = field(default_factory=list)
+    """Empty if the agent writes tokens."""
+    ask: Ask | None = None
+    """The request whose turn is being sampled; None between turns."""
+    answer: Answer | None = None
+    """Answers this request."""
+    turn: int = 0
+    """Number of the last turn within its episode, from 0."""
+    read: int = 0
+    """Number of tokens before this turn."""
+    completion: Completion | None = None
+    """What was sampled, once the history has ended."""
+
+
+@dataclass(eq=False)
+class _Play:
+    """An episode."""
+
+    request: int
+    sample: int
+    key: int
+    prompt: Prompt
+    longest: int
+    """Maximum number of tokens of a history."""
+    begin_s: float = field(default_factory=time.perf_counter)
+    attempt: str = ""
+    """Names the process that runs the agent; an episode that was begun again has another."""
+    histories: list[_History] = field(default_factory=list)
+    dropped: list[_History] = field(default_factory=list)
+    """Histories of earlier attempts, which do not count."""
+    turns: int = 0
+    sampled: int = 0
+    """Tokens of all turns that have ended."""
+    is_cut: bool = False
+    """Whether a turn was refused for a limit of the run."""
+    outcome: Reply | None = None
+    """What the agent returned; None until it has ended."""
+    completion: Completion | None = None
+    """All that was sampled, once all histories have ended."""
+
+
+class Agents:
+    """The agents of a run and their endpoint; implements the decoder's `Turns` and the endpoint's `Desk`.
+
+    Args:
+        stop_ids: tokens that end a turn.
+
+    Raises UserError if the agent, or the tokenizer's chat template, cannot be used.
+    """
+
+    setting, begins_sequences = "rollout.agent", True
+    schemas: tuple[dict[str, Any], ...] = ()
+    tool_names: tuple[str, ...] = ()
+
+    def __init__(self, config: SamplingConfig, tokenizer: Any, stop_ids: tuple[int, ...]) -> None:
+        rollout = self._config = config.rollout
+        self._tokenizer, self._stop_ids, self._vocabulary = tokenizer, stop_ids, vocabulary_of(tokenizer)
+        self._variables = config.data.chat_template_kwargs
+        self._ends = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
+        self._text = ChatText(tokenizer, str(tokenizer.get_chat_template()))
+        self._known: dict[str, tuple[TurnTemplate, Reader | None]] = {}
+        """For tools as JSON, what the template writes between turns, and what reads calls; None without tools."""
+        template, _ = self._of_tools("[]", ())
+        template.check(self.setting, user_message)
+        if not rollout.keep_history:
+            template.check_history(self.setting, user_message)
+        [self._reward] = environment_rewards(rollout).values()
+        entry = AgentEntry(function_text(rollout.agent or ""))
+        self._pool = Pool([(self.setting, entry)], config.scoring)
+        self._run = self._pool.isolated(0, rollout.agent_timeout_s)
+        self._endpoint: Endpoint | None = None
+        self._plays: list[list[_Play]] = []
+        self._of_key: dict[str, _Play] = {}
+        """Episodes that may ask, by the keys that only their agents know."""
+        self._open: set[_Play] = set()
+        self._sampling: dict[int, _History] = {}
+        """Histories that have not ended, by the keys of their sequences."""
+        self._events: queue.SimpleQueue[tuple[_Play, Any, Any]] = queue.SimpleQueue()
+        self._printed: set[str] = set()
+        """Kinds of failures that have been printed."""
+        self._ended: list[tuple[float, bool]] = []
+        self._waited_s = 0.0
+
+    # What a run asks of whoever answers turns.
+
+    def check(self, prompts: list[Prompt]) -> None:
+        """Agents take any row."""
+
+    def opened(self, prompts: list[Prompt], step: int | str) -> list[Prompt]:
+        """Return the prompts as they are: an agent opens its own task."""
+        return prompts
+
+    def numbers(self, rollout: Rollout) -> Numbers:
+        """Return metrics of a rollout's episodes, with seconds counted since the previous call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        ended, self._ended = self._ended, []
+        histories = [len(completion.histories) for completion in rollout.completions if completion.histories]
+        return {
+            "time/tool_wait_s": (waited_s, 1),
+            "agent/seconds": (sum(seconds for seconds, _ in ended) / max(len(ended), 1), len(ended)),
+            "agent/failed_frac": (sum(failed for _, failed in ended) / max(len(ended), 1), len(ended)),
+            "agent/histories": (sum(histories) / max(len(histories), 1), len(histories)),
+        }
+
+    # What the endpoint asks, on its own thread; see `Desk`.
+
+    @property
+    def context(self) -> int:
+        """See `Desk`."""
+        return max((play.longest for play in [*self._of_key.values()]), default=0)
+
+    def admit(self, key: str) -> tuple[_Play, str]:
+        """See `Desk`."""
+        own, _, attempt = key.partition(".")
+        play = self._of_key.get(own)
+        if play is None:
+            raise Refused(401, "the key is not that of an episode under way", "invalid_api_key")
+        return play, attempt
+
+    def read(self, path: str, body: Any) -> Ask:
+        """See `Desk`."""
+        if path.endswith("/generate"):
+            return read_tokens(body, self._config, self._stop_ids, self._vocabulary)
+        return read_chat(body, self._config)
+
+    def take(self, episode: tuple[_Play, str], ask: Ask, answer: Answer) -> None:
+        """See `Desk`."""
+        self._events.put((episode[0], ask, (episode[1], answer)))
+
+    def leave(self, episode: tuple[_Play, str], answer: Answer) -> None:
+        """See `Desk`."""
+        self._events.put((episode[0], None, answer))
+
+    # What the decoder asks; see `Turns`.
+
+    @property
+    def is_open(self) -> bool:
+        """See `Turns`."""
+        return bool(self._open)
+
+    def begin(self, requests: Items[Request]) -> None:
+        """Start an episode for every completion. Those of an earlier call are abandoned."""
+        self._endpoint = self._endpoint or Endpoint(self)
+        self._close()
+        self._plays = [
+            [_play(index, k, key, request) for k, key in enumerate(request.keys)]
+            for index, request in enumerate(requests)
+        ]
+        self._open = {play for group in self._plays for play in group}
+        self._of_key = {secrets.token_urlsafe(24): play for group in self._plays for play in group}
+        for key, play in self._of_key.items():
+            task = {**play.prompt.columns, "prompt": play.prompt.text}
+            call = Call({"task": [task], "url": [f"{self._endpoint.url}/v1"], "key": [key]}, [None])
+            self._run(call).add_done_callback(partial(self._over, play))
+
+    def _over(self, play: _Play, future: Any) -> None:
+        if not future.cancelled():
+            self._events.put((play, future.result(), None))
+
+    def completions(self) -> list[list[Completion]]:
+        """See `Turns`."""
+        self._close()
+        return [[play.completion for play in group if play.completion] for group in self._plays]
+
+    def _close(self) -> None:
+        """Take no more requests, and refuse those that wait."""
+        self._of_key, self._open = {}, set()
+        waiting = [history.answer for history in self._sampling.values() if history.ask is not None]
+        self._sampling = {}
+        while not self._events.empty():
+            _, asked, more = self._events.get()
+            waiting += [more[1]] if isinstance(asked, Ask) else []
+        for answer in filter(None, waiting):
+            answer(Refused(503, "the rollout is over", "closed"))
+
+    def answers(self, patience_s: float) -> Ready:
+        """See `Turns`."""
+        ready: Ready = []
+        while True:
+            try:
+                if patience_s and not ready:
+                    begin_s = time.perf_counter()
+                    try:
+                        play, event, more = self._events.get(timeout=patience_s)
+                    finally:
+                        self._waited_s += time.perf_counter() - begin_s
+                else:
+                    play, event, more = self._events.get_nowait()
+            except queue.Empty:
+                return ready
+            if play not in self._open:
+                continue  # of a rollout that was given up
+            if isinstance(event, Reply):
+                ready += self._outcome(play, event)
+            elif isinstance(event, Ask):
+                ready += self._asked(play, event, *more)
+            else:
+                self._left(play, more)
+
+    def _asked(self, play: _Play, ask: Ask, attempt: str, answer: Answer) -> Ready:
+        """Begin the turn that an agent asks for, or refuse it."""
+        if play.outcome is not None:
+            answer(Refused(409, "the episode has ended", "closed"))
+            return []
+        ready: Ready = []
+        if attempt != play.attempt:
+            play.attempt, play.dropped, play.histories = attempt, play.dropped + play.histories, []
+            play.turns, play.sampled, play.is_cut = 0, 0, False
+            ready += self._stopped(play.dropped)
+        try:
+            history, new = self._history(play, ask)
+        except Refused as refusal:
+            play.is_cut |= refusal.code == _TOO_LONG
+            answer(refusal)
+            return ready
+        history.ask, history.answer, history.turn, play.turns = ask, answer, play.turns, play.turns + 1
+        history.read = len(history.sequence.tokens) + len(new)
+        return [*ready, (history.sequence if history.sequence.tokens == [] else history.sequence.key, new)]
+
+    def _history(self, play: _Play, ask: Ask) -> tuple[_History, list[int]]:
+        """Return the history that a request continues, or a new one, and the tokens that follow it. Raises Refused."""
+        config = self._config
+        under_way = sum(history.sequence.turn_limit for history in play.histories if history.ask is not None)
+        room = config.max_completion_tokens - play.sampled - under_way
+        _refuse_long(play.turns >= config.max_turns, f"rollout.max_turns is {config.max_turns}")
+        _refuse_long(room <= 0, f"rollout.max_completion_tokens is {config.max_completion_tokens}")
+        tools = json.dumps(ask.tools, sort_keys=True)
+        history, new = self._continued(play, ask, tools)
+        if history is None:
+            key, most = stream_key(play.key, play.turns), config.max_completion_tokens
+            of = Sequence(play.request, play.sample, key, [], 0, most, max_total_tokens=play.longest)
+            history = _History(play, of, tools)
+        read = len(history.sequence.tokens) + len(new)
+        _refuse_long(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history")
+        history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
+        if history.sequence.key not in self._sampling:
+            self._sampling[history.sequence.key] = history
+            play.histories.append(history)
+        return history, new
+
+    def _continued(self, play: _Play, ask: Ask, tools: str) -> tuple[_History | None, list[int]]:
+        """Return the longest history that a request continues, and what follows it; without one, all its tokens."""
+        free = [history for history in play.histories if history.ask is None]
+        if ask.chat is None:
+            assert ask.ids is not None
+            read = [(len(h.sequence.tokens), h) for h in free if _begins(ask.ids, h.sequence.tokens)]
+            count, history = max(read, key=lambda of: of[0], default=(0, None))
+            return history, ask.ids[count:]
+        template, _ = self._of_tools(tools, ask.tools)
+        said = [(len(h.chat), h) for h in free if h.chat and h.tools == tools and _begins(ask.chat, h.chat)]
+        count, history = max(said, key=lambda of: of[0], default=(0, None))
+        if history is not None and all(message["role"] in _FOLLOWS for message in ask.chat[count:]):
+            return history, template.ids(history.sequence.tokens[-1], ask.chat[count:])
+        chat = [m if m["role"] in TRUSTED else {**m, "content": self._text.marked(m["content"])} for m in ask.chat]
+        try:
+            return None, self._text.ids(written(self._tokenizer, chat, ask.tools, self._variables))
+        except Exception as error:  # a template is a program of the model's authors
+            raise Refused(400, f"the chat template refuses the messages: {error}") from error
+
+    def _of_tools(self, tools: str, schemas: Items[dict[str, Any]]) -> tuple[TurnTemplate, Reader | None]:
+        """Return what the template writes between turns, and what reads calls of the tools; None without tools."""
+        if tools not in self._known:
+            template = TurnTemplate(self._tokenizer, self._variables, [*schemas], self._stop_ids)
+            reader: Reader | None = None
+            if schemas:
+                kind, most, ends = self._config.tool_format, self._config.max_turn_calls, self._ends.values()
+                example = partial(tool_message, 0, schemas[0]["function"]["name"])
+                try:
+                    reader = reader_of(kind, self._tokenizer, self._variables, schemas, ends, most)
+                except UserError as error:
+                    raise Refused(400, f"tools: {error}") from error
+                reader = reader if template.takes_several(example) else one_at_a_time(reader)
+            self._known[tools] = template, reader
+        return self._known[tools]
+
+    def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
+        """See `Turns`."""
+        return self._said(self._sampling[key], "stop")
+
+    def cut(self, key: int) -> Finish | None:
+        """See `Turns`. The agent may continue a turn that was cut."""
+        return self._said(self._sampling[key], "length")
+
+    def _said(self, history: _History, finish: Finish) -> Finish | None:
+        """Answer the request whose turn has ended."""
+        play, sequence, ask, answer = history.play, history.sequence, history.ask, history.answer
+        ids = sequence.tokens[sequence.begin :]
+        history.ask = None
+        if play.outcome is not None or history in play.dropped:
+            return finish
+        play.sampled += len(ids)
+        assert ask is not None and answer is not None
+        turn = turn_of(self._tokenizer, self._known[history.tools][1], self._ends, ids)
+        texts = [self._tokenizer.decode([token]) for token in ids] if ask.chat and ask.has_logprobs else []
+        sampled = Sampled(history.turn, turn, ids, sequence.logp[-len(ids) :], texts, history.read, finish)
+        if ask.chat is not None:
+            history.chat = [*ask.chat, kept(said_by(sampled))]
+        answer(sampled)
+        return None
+
+    def _left(self, play: _Play, answer: Answer) -> None:
+        """Cut the turn whose client has gone."""
+        self._stopped([history for history in play.histories if history.answer is answer and history.ask is not None])
+
+    def _stopped(self, histories: list[_History]) -> Ready:
+        """End histories between turns; those whose turn is being sampled get one more token."""
+        ready: Ready = []
+        for history in histories:
+            sequence = history.sequence
+            if history.completion is not None:
+                continue
+            if history.ask is None:
+                ready.append((sequence.key, "stop"))
+            sequence.turn_limit = 1
+            sequence.turn_end = min(sequence.turn_end, len(sequence.tokens) + 1)
+        return ready
+
+    def _outcome(self, play: _Play, reply: Reply) -> Ready:
+        """Take what an agent returned, and end its histories."""
+        play.outcome, failure = reply, reply.failures[0]
+        self._ended.append((time.perf_counter() - play.begin_s, failure is not None))
+        if failure is not None and failure.kind not in self._printed:
+            self._printed.add(failure.kind)
+            which = f"for row {play.prompt.id} (from 0): {failure.message}. The episode has no reward"
+            print(f"{self.setting} failed {which}\n{failure.traceback}", file=sys.stderr, flush=True)
+        if play.histories:
+            return self._stopped(play.histories)
+        # A completion has a token, also where nothing was asked.
+        end = self._stop_ids[0]
+        sequence = Sequence(play.request, play.sample, stream_key(play.key, "nothing"), [end], 0, 1)
+        sequence.sampled, sequence.logp = [end], [0.0]
+        play.histories = [_History(play, sequence, "[]")]
+        self._sampling[sequence.key] = play.histories[0]
+        return [(sequence, "stop")]
+
+    def finished(self, key: int, completion: Completion) -> Completion | None:
+        """See `Turns`."""
+        history = self._sampling.pop(key)
+        play, history.completion = history.play, completion
+        if play.outcome is None or any(h.completion is None for h in play.histories + play.dropped):
+            return None
+        play.completion = self._joined(play, play.outcome)
+        self._open.discard(play)
+        return play.completion
+
+    def _joined(self, play: _Play, outcome: Reply) -> Completion:
+        """Return the histories of an episode as one completion."""
+        ids, logp = list[int](), list[float]()
+        observations, starts = list[ObservationTokens](), list[int]()
+        for completion in (history.completion for history in play.histories):
+            assert completion is not None
+            starts += [len(observations)] if completion.observations else []
+            observations += [(len(ids) + place, given) for place, given in completion.observations]
+            ids += completion.token_ids
+            logp += completion.logp
+        last = max(play.histories, key=lambda history: history.turn)
+        text, asked = last.completion.text if last.completion else "", play.prompt.text
+        before: list[Message] = [user_message(asked)] if isinstance(asked, str) else asked
+        chat = last.chat[len(before) :] if _begins(last.chat, before) else last.chat
+        failure = outcome.failures[0]
+        return Completion(
+            ids,
+            logp,
+            "length" if play.is_cut else "stop",
+            text,
+            tuple(observations),
+            tuple(chat) or (assistant_message(text, []),),
+            learned=bool(starts),
+            episode=Episode(self._reward, total=outcome.values[0], failure=failure.message if failure else None),
+            histories=tuple(starts),
+        )
+
+
+def _play(index: int, sample: int, key: int, request: Request) -> _Play:
+    assert request.prompt is not None and request.max_total_tokens is not None, "an episode has a task and a limit"
+    return _Play(index, sample, key, request.prompt, request.max_total_tokens)
+
+
+def _begins(whole: list[Any], part: list[Any]) -> bool:
+    """Whether a list begins with another, and continues."""
+    return len(part) < len(whole) and whole[: len(part)] == part
+
+
+def _refuse_long(condition: bool, message: str) -> None:
+    if condition:
+        raise Refused(400, message, _TOO_LONG)
