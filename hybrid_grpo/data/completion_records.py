@@ -26,8 +26,10 @@ def record_of(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
     }
     row |= {each.name: list(map(_encoded, each.arrays())) for each in completion.sidecars}
-    kept = {"given": "observations", "messages": "messages", "calls": "calls", "carried": "carried"}
+    kept = {name: name for name in ("messages", "calls", "carried", "histories")} | {"given": "observations"}
     row |= {name: value for name, field in kept.items() if (value := getattr(completion, field))}
+    if not completion.learned:
+        row["learned"] = False
     if completion.pictures:
         row["pictures"] = [{**vars(p), "data": p.data and b64encode(p.data).decode()} for p in completion.pictures]
     return row if completion.episode is None else {**row, "episode": asdict(completion.episode)}
@@ -51,6 +53,8 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
         calls=tuple((name, has_failed) for name, has_failed in row.get("calls", ())),
         sidecars=tuple(kind(*map(_decoded, row[kind.name])) for kind in KINDS if kind.name in row),
         carried=tuple(row.get("carried", ())),
+        histories=tuple(row.get("histories", ())),
+        learned=row.get("learned", True),
     )
 
 

@@ -288,7 +288,7 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
             among = logits[place][ids] if filtered else logits[place]
             expected = expected - value * (logits[place, token] - among.logsumexp(-1))
     expected.backward()
-    rows = [completion.token_row(row, prompts[row]) for row, completion in enumerate(completions)]
+    rows = [part for row, completion in enumerate(completions) for part in completion.token_rows(row, prompts[row])]
     if share is None:
         batches = pad(rows, 40, CPU)
     else:

@@ -11,6 +11,8 @@ from tiny_models import VOCABULARY
 class Scripted:
     """Answers that are a function of the turn alone, and come when they like."""
 
+    begins_sequences = is_open = False
+
     def __init__(self, turns, delays=(0,), longest=9):
         self.turns, self.longest = turns, longest
         self.delays = iter(random.Random(0).choices(delays, k=10_000))

@@ -162,7 +162,9 @@ def _proven(
     turns = _Answers(answer.ids) if answers else None
     rows, tokens, decoded = _decoding(plain, policy, sight, prompts, answer, turns, placeholder)
     expected = plain_pass(_scores(plain, prompt, completion, answer) for prompt, completion in rows)
-    read = [completion.token_row(row, list(prompt.ids)) for row, (prompt, completion) in enumerate(rows)]
+    read = [
+        part for row, (prompt, completion) in enumerate(rows) for part in completion.token_rows(row, list(prompt.ids))
+    ]
     found, mine = policy_pass(policy, pack(read, 500, CPU, share="on", reading=Reading(sight)))
     theirs = {name: gradient.clone() for name, gradient in gradients(plain)}
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Pictures in the answers of tools and of a user, without a model."""
+"""Pictures in the answers of tools, without a model."""
 
 import json
 
@@ -22,7 +22,6 @@ from hybrid_grpo.model.visual_tokens import keys_of
 from hybrid_grpo.turns import partners as module
 from hybrid_grpo.turns.partners import TurnResponders, partners_of
 from hybrid_grpo.turns.tools.tools import Tools
-from hybrid_grpo.turns.user import User
 
 TOOLS = '''
 import io
@@ -84,17 +83,6 @@ def silent(side: int):
 
 
 draw.shows_pictures = several.shows_pictures = broken.shows_pictures = measure.shows_pictures = True
-'''
-USER = '''
-from PIL import Image
-
-def shows(messages):
-    """In the second turn it says which pictures it finds in its first."""
-    if len(messages) > 2:
-        return str([part for part in messages[2]["content"] if part["type"] == "image"])
-    return ["a", Image.new("RGB", (24, 16)), "b"]
-
-shows.shows_pictures = True
 '''
 SIGN = "<|vision_start|><|image_pad|><|vision_end|>"
 SAID = (
@@ -192,25 +180,6 @@ def test_text_beside_a_picture_is_cut_to_what_the_picture_leaves(seen, tools):
             assert content.startswith("error: p") and len(ids) <= room
         else:
             assert [part.get("text") for part in content] == ["It is ", None, text] and len(ids) == room
-
-
-def test_a_user_shows_pictures(seen, tmp_path):
-    processor, tokenizer = seen[0], seen[0].tokenizer
-    (tmp_path / "user.py").write_text(USER)
-    config = RolloutConfig(user=f"{tmp_path}/user.py:shows", max_turns=3, max_tool_tokens=99)
-    user, ends = User(config, ScoringConfig(workers=1)), (tokenizer.eos_token_id,)
-    partners = TurnResponders(
-        [user], None, config, tokenizer, {}, ends, user=user, seen=(album_of(processor), DataConfig())
-    )
-    partners.begin([Request([5], [1], max_total_tokens=400, prompt=Prompt(0, "go", [5], {}))])
-    turn = [*tokenizer("well", add_special_tokens=False)["input_ids"], *ends]
-    for said, shown in ((f"a{SIGN}b", [Image.new("RGB", (24, 16))]), ("[{'type': 'image'}]", None)):
-        assert partners.ended(1, turn, 300) is None
-        ids = answer(partners)
-        whole = f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
-        expected = processor(text=[whole], images=shown, add_special_tokens=False)["input_ids"][0]
-        place = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        assert [place if token < 0 else token for token in ids] == list(expected)
 
 
 def test_who_shows_pictures_needs_a_model_that_sees_them_and_a_template_that_has_a_place(seen, tools, monkeypatch):

@@ -1,4 +1,4 @@
-"""Training with a tool and an environment or a user, from the command: a random model whose logits favor calls."""
+"""Training with a tool and an environment, or with an agent, from the command: a random model whose logits favor calls."""
 
 import json
 
@@ -7,14 +7,23 @@ import pytest
 from paths import ROOT, SUPPORT
 
 ENVIRONMENT = ["--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"]
-USER = ["--rollout.user", f"{SUPPORT / 'played_users.py'}:echoes"]
+AGENT = [
+    "--rollout.agent",
+    f"{SUPPORT / 'agents.py'}:talks",
+    "--rollout.tools",
+    "[]",
+    "--rollout.max_turns",
+    "5",
+    "--rollout.max_total_tokens",
+    "128",
+]
 # 8 pages of 32 entries: whoever waits is put back, and read again.
 SQUEEZED = ["--rollout.max_slots", "4", "--rollout.cache_gb", "0.00045"]
 RUNS = {
     "alone": (1, ENVIRONMENT),
     "squeezed on two ranks": (2, [*ENVIRONMENT, *SQUEEZED]),
-    "user": (1, USER),
-    "user squeezed on two ranks": (2, [*USER, *SQUEEZED]),
+    "agent": (1, AGENT),
+    "agent squeezed on two ranks": (2, [*AGENT, *SQUEEZED]),
 }
 
 
@@ -50,14 +59,14 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("one, other", [("alone", "squeezed on two ranks"), ("user", "user squeezed on two ranks")])
+@pytest.mark.parametrize("one, other", [("alone", "squeezed on two ranks"), ("agent", "agent squeezed on two ranks")])
 def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, one, other):
     (lines, metrics), (others, theirs) = runs[one], runs[other]
     same = ("prompt_id", "sample", "prompt", "messages", "length", "finish", "reward", "rewards", "steps", "advantage")
     said = [[line.get(name) for name in same] for line in lines]
     assert [[line.get(name) for name in same] for line in others] == said
-    names = ["policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens", "tool/look_up/calls"]
-    names += ["user/calls", "user/failed_frac"] if one == "user" else []
+    names = ["policy/loss", "policy/grad_norm", "turns/mean", "turns/given_tokens"]
+    names += ["agent/histories", "agent/failed_frac"] if one == "agent" else ["tool/look_up/calls"]
     for mine, its in zip(metrics, theirs, strict=True):
         for name in names:
             assert its[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-7), name
@@ -95,8 +104,10 @@ def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
 
 
 @pytest.mark.ranks
-def test_a_user_answers_turns_without_a_call(runs):
-    lines, metrics = runs["user"]
-    heard = sum(message["role"] == "user" for line in lines for message in line["messages"])
-    # The user ends some conversations by saying nothing.
-    assert 0 < heard <= metrics[-1]["user/calls"]
+def test_histories_of_an_agent_share_a_reward(runs):
+    lines, metrics = runs["agent"]
+    assert metrics[-1]["agent/histories"] > 1 and metrics[-1]["agent/failed_frac"] == 0
+    assert metrics[-1]["reward/talks/mean"] == pytest.approx(
+        sum(line["rewards"]["talks"] for line in lines) / len(lines)
+    )
+    assert len({line["advantage"] for line in lines}) > 1

@@ -3,7 +3,7 @@
     call_inline    in the calling thread: for functions that are fast and cannot hang, or that all ranks call together
     Threads        in a thread of the rank, one call at a time: for functions that hold a GPU
     Workers        in worker processes, as many calls at the same time as there are processes
-    Tasks          in one worker process, many calls at the same time: for `async def` functions
+    Tasks          in one worker process or several, many calls at the same time: for `async def` functions
 
 A call that takes too long is given up: a worker is killed, with all that it has started, and replaced; a thread is
 abandoned. The Pool's event loop drives all calls but inline ones in its own thread; a rank only waits for results.
@@ -63,15 +63,18 @@ class Pool:
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_serve, args=(self._loop, self._fork_server), name="workers", daemon=True)
         thread.start()
-        count = scoring.workers or worker_count()
-        self._workers = Workers(self._fork_server, count) if self._fork_server else None
+        self._count = scoring.workers or worker_count()
+        self._workers = Workers(self._fork_server, self._count) if self._fork_server else None
         self._finalizer = weakref.finalize(self, _close, self._loop, thread)
 
-    def isolated(self, index: int, timeout_s: float) -> Caller:
-        """Return a caller that calls the entry with this index in worker processes."""
+    def isolated(self, index: int, timeout_s: float, *, spread: bool = False) -> Caller:
+        """Return a caller that calls the entry with this index in worker processes. An `async def` function has one, or
+        with `spread` as many as other functions."""
         assert self._fork_server is not None and self._workers is not None
         interface = self.interfaces[index]
-        workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
+        workers: Workers | Tasks = self._workers
+        if interface.is_async:
+            workers = Tasks(self._fork_server, self._workers, self._count if spread else 1)
         return partial(self._start, partial(workers.ask, index, timeout_s), interface.batch_size != "group")
 
     def leases(self, timeout_s: float, most: int | None = None) -> Leases:
@@ -172,37 +175,44 @@ class Workers:
 
 
 class Tasks:
-    """One process that runs many calls of an `async def` function at the same time. If it dies or its event loop is
-    blocked, each call in progress is repeated in a process of its own, so that one call cannot spoil the others."""
+    """Processes that each run many calls of an `async def` function at the same time. If one dies or its event loop is
+    blocked, each of its calls is repeated in a process of its own, so that one call cannot spoil the others."""
 
-    def __init__(self, fork_server: ForkServer, workers: Workers) -> None:
+    def __init__(self, fork_server: ForkServer, workers: Workers, count: int) -> None:
         self._fork_server = fork_server
         self._workers = workers
-        self._slots = asyncio.Semaphore(_ASYNC_CALLS)
-        self._worker: Worker | None = None
+        self._slots = asyncio.Semaphore(_ASYNC_CALLS * count)
+        self._processes: list[Worker | None] = [None] * count
+        self._calls = [0] * count
 
     async def ask(self, index: int, timeout_s: float, call: Call) -> Reply:
-        """Call the function; `timeout_s` counts from the moment at which fewer than 64 other calls are in progress."""
+        """Call the function; `timeout_s` counts from the moment at which a process has fewer than 64 other calls."""
         async with self._slots:
-            reply = await self._ask(index, timeout_s, call)
+            place = self._calls.index(min(self._calls))
+            self._calls[place] += 1
+            try:
+                reply = await self._ask(place, index, timeout_s, call)
+            finally:
+                self._calls[place] -= 1
         return reply or await self._workers.ask(index, timeout_s, call)
 
-    async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
-        """Call once and return the reply; None if the process is lost, and with it all calls in progress."""
-        worker = self._worker = self._worker or Worker(self._fork_server, asyncio.get_running_loop(), "async")
+    async def _ask(self, place: int, index: int, timeout_s: float, call: Call) -> Reply | None:
+        """Call once and return the reply; None if the process is lost, and with it all of its calls."""
+        worker = self._processes[place] or Worker(self._fork_server, asyncio.get_running_loop(), "async")
+        self._processes[place] = worker
         try:
             async with asyncio.timeout(timeout_s + _ASYNC_GRACE_SECONDS):
                 reply = await worker.ask(index, call, timeout_s)
         except (TimeoutError, EOFError):
-            self._lose(worker)
+            self._lose(place, worker)
             return None
         if reply.spent:
-            self._lose(worker)
+            self._lose(place, worker)
         return reply
 
-    def _lose(self, worker: Worker) -> None:
-        if worker is self._worker:
-            self._worker = None
+    def _lose(self, place: int, worker: Worker) -> None:
+        if worker is self._processes[place]:
+            self._processes[place] = None
             worker.end()
 
 

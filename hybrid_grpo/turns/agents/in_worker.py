@@ -73,7 +73,10 @@ class Agent:
 
     def reply(self, call: Call) -> Reply:
         try:
-            return _replied(self.function(*self._inputs(call)))
+            if self.interface.is_async:
+                self._client = None  # its connections belong to the event loop of an earlier call
+            result = self.function(*self._inputs(call))
+            return _replied(asyncio.run(result) if inspect.iscoroutine(result) else result)
         except BaseException as error:  # including SystemExit, which must not end the process
             return raised(error, f"raised {describe(error, None)}", 1)
 

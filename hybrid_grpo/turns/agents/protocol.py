@@ -53,8 +53,6 @@ class Ask:
 class Sampled:
     """The turn that a program gets."""
 
-    number: int
-    """Number of the turn within its episode."""
     turn: Turn
     ids: list[int]
     logp: list[float]
@@ -66,25 +64,26 @@ class Sampled:
     """`stop` or `length`."""
 
 
-def read_chat(body: Any, config: RolloutConfig) -> Ask:
-    """Return what a body of /v1/chat/completions asks for. Raises Refused."""
-    _refuse(not isinstance(body, dict), "the body is an object of JSON")
+def read(path: str, body: Any, config: RolloutConfig, stop_ids: Sequence[int], vocabulary: int) -> Ask:
+    """Return what a body asks for at a path: a turn after tokens, below the number `vocabulary`, or after a chat.
+    Raises Refused."""
+    try:
+        return _after_tokens(body, config, stop_ids, vocabulary) if path.endswith("generate") else _chat(body, config)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not of the API: {type(error).__name__}: {error}") from error
+
+
+def _chat(body: dict[str, Any], config: RolloutConfig) -> Ask:
     _check(body, config)
-    messages, tools, choice = body.get("messages"), body.get("tools") or [], body.get("tool_choice") or "auto"
-    _refuse(not isinstance(messages, list) or not messages, "messages is a list with at least one message")
+    tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
+    _refuse(not body["messages"], "messages has at least one message")
     _refuse(choice not in ("auto", "none"), "tool_choice is auto or none: the policy chooses what it writes")
-    kind = (body.get("response_format") or {"type": "text"}).get("type")
+    kind = (body.get("response_format") or {"type": "text"})["type"]
     _refuse(kind != "text", "response_format is text: the policy chooses what it writes")
-    are_functions = isinstance(tools, list) and all(
-        isinstance(tool, dict)
-        and isinstance(tool.get("function"), dict)
-        and isinstance(tool["function"].get("name"), str)
-        for tool in tools
-    )
-    _refuse(not are_functions, "tools is a list of functions: {type: function, function: {name: ...}}")
+    _refuse(not all(isinstance(tool["function"]["name"], str) for tool in tools), "a tool is a function with a name")
     names: dict[str, str] = {}
     return Ask(
-        [_message(message, names) for message in messages],
+        [_message(message, names) for message in body["messages"]],
         () if choice == "none" else tuple(tools),
         limit=_limit(body),
         has_logprobs=bool(body.get("logprobs")),
@@ -92,21 +91,14 @@ def read_chat(body: Any, config: RolloutConfig) -> Ask:
     )
 
 
-def read_tokens(body: Any, config: RolloutConfig, stop_ids: Sequence[int], vocabulary: int) -> Ask:
-    """Return what a body of /inference/v1/generate asks for. Raises Refused."""
-    _refuse(not isinstance(body, dict), "the body is an object of JSON")
-    ids, sampling = body.get("token_ids"), body.get("sampling_params") or {}
-    _refuse(not isinstance(sampling, dict), "sampling_params is an object")
-    _refuse(not isinstance(ids, list) or not ids, "token_ids is a list with at least one token")
-    _refuse(
-        any(type(token) is not int or not 0 <= token < vocabulary for token in ids), "token_ids has no other tokens"
-    )
+def _after_tokens(body: dict[str, Any], config: RolloutConfig, stop_ids: Sequence[int], vocabulary: int) -> Ask:
+    ids, sampling = body["token_ids"], body.get("sampling_params") or {}
+    known = isinstance(ids, list) and all(type(token) is int and 0 <= token < vocabulary for token in ids)
+    _refuse(not ids or not known, f"token_ids has at least one token, all below {vocabulary}")
     _refuse(bool(body.get("features")), "features: the endpoint takes no pictures")
     _check(sampling, config)
     for token in sampling.get("stop_token_ids") or ():
-        _refuse(
-            token not in stop_ids, f"stop_token_ids {token} ends no turn of the run: set rollout.stop_ids [{token}]"
-        )
+        _refuse(token not in stop_ids, f"stop_token_ids {token} ends no turn: set rollout.stop_ids [{token}]")
     return Ask(ids=ids, limit=_limit(sampling), has_logprobs=True)
 
 
@@ -118,52 +110,39 @@ def _refuse(condition: bool, message: str) -> None:
 def _check(asked: Mapping[str, Any], config: RolloutConfig) -> None:
     """Refuse settings that would sample from another distribution than the run's."""
     for name in _SAMPLING:
-        given, own = asked.get(name), getattr(config, name)
-        # Off is 0 here; in vLLM top_k is off at -1 too.
-        given = 0 if name == "top_k" and given == -1 else given
-        _refuse(given is not None and given != own, f"{name} {given!r} is not that of the run: leave it out, or {own}")
+        value, own = asked.get(name), getattr(config, name)
+        value = 0 if name == "top_k" and value == -1 else value  # off in vLLM
+        _refuse(value is not None and value != own, f"{name} {value!r} is not that of the run: leave it out, or {own}")
     for name, neutral in _NEUTRAL.items():
         _refuse(asked.get(name) not in (None, neutral), f"{name} {asked.get(name)!r} is not supported: leave it out")
     stops = asked.get("stop") or []
     for text in [stops] if isinstance(stops, str) else stops:
-        _refuse(text not in config.stop_strings, f"stop {text!r} ends no turn of the run: set rollout.stop_strings")
+        _refuse(text not in config.stop_strings, f"stop {text!r} ends no turn: set rollout.stop_strings")
 
 
 def _limit(asked: Mapping[str, Any]) -> int | None:
-    limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-    _refuse(
-        limit is not None and (type(limit) is not int or limit < 1),
-        f"max_tokens {limit!r} is a whole number, 1 or more",
-    )
+    limit = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    _refuse(limit is not None and (type(limit) is not int or limit < 1), f"max_tokens {limit!r} is not 1 or more")
     return limit
 
 
-def _message(message: Any, names: dict[str, str]) -> Message:
+def _message(message: dict[str, Any], names: dict[str, str]) -> Message:
     """Return a message with what templates read, and nothing else, so that equal ones are equal. `names` has the tools
     of the calls so far, by the calls' ids."""
-    role = _ROLES.get(message.get("role", "")) if isinstance(message, dict) else None
-    _refuse(role is None, f"a message has one of the roles {', '.join(_ROLES)}")
-    content = message.get("content") or ""
-    try:
-        content = clean(joined(content) if isinstance(content, list) else content)
-    except (AttributeError, ValueError) as error:
-        raise Refused(400, "a message's content is text") from error
-    made: Message = {"role": role, "content": content}
+    role, content = _ROLES[message["role"]], message.get("content") or ""
+    made: Message = {"role": role, "content": clean(joined(content) if isinstance(content, list) else content)}
     if role == "assistant" and message.get("tool_calls"):
         made["tool_calls"] = [_call(call, names) for call in message["tool_calls"]]
     if role == "tool":
-        id = str(message.get("tool_call_id", ""))
+        id = str(message["tool_call_id"])
         made |= {"name": str(message.get("name") or names.get(id, "")), "tool_call_id": id}
     return made
 
 
-def _call(call: Any, names: dict[str, str]) -> dict[str, Any]:
-    try:
-        id, name, arguments = str(call["id"]), str(call["function"]["name"]), call["function"]["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Refused(400, "a call has an id, and a function with its name and its arguments as JSON") from error
+def _call(call: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    id, name, arguments = str(call["id"]), str(call["function"]["name"]), call["function"]["arguments"]
     names[id] = name
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
 
 
@@ -171,7 +150,7 @@ def said_by(sampled: Sampled) -> Message:
     """Return a turn as the message that a program gets, and sends back in its next request."""
     calls = [
         {
-            "id": call.id or f"c{sampled.number:04d}{k:04d}",  # nine letters, which Mistral's template asks for
+            "id": call.id or f"c{sampled.read % 10_000:04d}{k:04d}",  # nine letters, which Mistral's template asks for
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
@@ -214,7 +193,7 @@ def chat_reply(sampled: Sampled) -> dict[str, Any]:
 
 
 def _head(sampled: Sampled, kind: str) -> dict[str, Any]:
-    return {"id": f"turn-{sampled.number}", "object": kind, "created": int(time.time()), "model": MODEL}
+    return {"id": f"turn-{sampled.read}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def chat_stream(sampled: Sampled) -> bytes:
@@ -240,4 +219,4 @@ def tokens_reply(sampled: Sampled) -> dict[str, Any]:
         "finish_reason": sampled.finish,
         "logprobs": {"content": content},
     }
-    return {"request_id": f"turn-{sampled.number}", "choices": [choice], "usage": _usage(sampled)}
+    return {"request_id": f"turn-{sampled.read}", "choices": [choice], "usage": _usage(sampled)}

@@ -33,7 +33,7 @@ from hybrid_grpo.generation.sequence import Finish, Sequence
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.turns.agents.endpoint import Answer, Endpoint
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
-from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, kept, read_chat, read_tokens, said_by
+from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, kept, read, said_by
 from hybrid_grpo.turns.reading import Reader, one_at_a_time, reader_of, turn_of
 from hybrid_grpo.turns.template import TurnTemplate, assistant_message, tool_message, user_message, written
 
@@ -52,6 +52,8 @@ class _History:
     sequence: Sequence
     tools: str
     """The tools that the chat began with, as JSON."""
+    begins_with: list[int] = field(default_factory=list)
+    """What its first turn reads."""
     chat: list[Message] = field(default_factory=list)
     """Empty if the agent writes tokens."""
     ask: Ask | None = None
@@ -121,7 +123,7 @@ class Agents:
         [self._reward] = environment_rewards(rollout).values()
         entry = AgentEntry(function_text(rollout.agent or ""))
         self._pool = Pool([(self.setting, entry)], config.scoring)
-        self._run = self._pool.isolated(0, rollout.agent_timeout_s)
+        self._run = self._pool.isolated(0, rollout.agent_timeout_s, spread=True)
         self._endpoint: Endpoint | None = None
         self._plays: list[list[_Play]] = []
         self._of_key: dict[str, _Play] = {}
@@ -173,9 +175,7 @@ class Agents:
 
     def read(self, path: str, body: Any) -> Ask:
         """See `Desk`."""
-        if path.endswith("/generate"):
-            return read_tokens(body, self._config, self._stop_ids, self._vocabulary)
-        return read_chat(body, self._config)
+        return read(path, body, self._config, self._stop_ids, self._vocabulary)
 
     def take(self, episode: tuple[_Play, str], ask: Ask, answer: Answer) -> None:
         """See `Desk`."""
@@ -281,9 +281,11 @@ class Agents:
         tools = json.dumps(ask.tools, sort_keys=True)
         history, new = self._continued(play, ask, tools)
         if history is None:
-            key, most = stream_key(play.key, play.turns), config.max_completion_tokens
+            # By what it reads and not by when it comes, so that requests at the same time have a fixed order.
+            alike = sum(h.begins_with == new for h in play.histories + play.dropped)
+            key, most = stream_key(play.key, *new, alike), config.max_completion_tokens
             of = Sequence(play.request, play.sample, key, [], 0, most, max_total_tokens=play.longest)
-            history = _History(play, of, tools)
+            history = _History(play, of, tools, new)
         read = len(history.sequence.tokens) + len(new)
         _refuse_long(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history")
         history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
@@ -346,7 +348,7 @@ class Agents:
         assert ask is not None and answer is not None
         turn = turn_of(self._tokenizer, self._known[history.tools][1], self._ends, ids)
         texts = [self._tokenizer.decode([token]) for token in ids] if ask.chat and ask.has_logprobs else []
-        sampled = Sampled(history.turn, turn, ids, sequence.logp[-len(ids) :], texts, history.read, finish)
+        sampled = Sampled(turn, ids, sequence.logp[-len(ids) :], texts, history.read, finish)
         if ask.chat is not None:
             history.chat = [*ask.chat, kept(said_by(sampled))]
         answer(sampled)

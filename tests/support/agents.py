@@ -1,0 +1,122 @@
+"""Agents for tests: loops around openai's client that do what their row says."""
+
+import asyncio
+import json
+import os
+import random
+import time
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look a key up.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+        },
+    }
+]
+
+
+async def _said(client, messages, **more):
+    reply = await client.chat.completions.create(model="policy", messages=messages, **more)
+    return reply.choices[0].message.model_dump(exclude_none=True)
+
+
+async def acts(task, client):
+    """Talk for some turns; forget, split up, or misbehave, as the row says. What is drawn depends on the row alone."""
+    draw, how = random.Random(task["seed"]), task["how"]
+    tools = {"tools": TOOLS} if how == "tools" else {}
+    if how == "nothing":
+        return 1.0
+    messages = [{"role": "system", "content": "s" * draw.randrange(40)}, *task["prompt"]]
+    for turn in range(task["turns"]):
+        await asyncio.sleep(draw.random() / 50)
+        said = await _said(client, messages, max_tokens=draw.choice([None, 4]), **tools)
+        messages.append(said)
+        if how == "raises" and turn:
+            raise ValueError("no luck")
+        if how == "exits" and turn:
+            os._exit(3)
+        if how == "hangs" and turn:
+            time.sleep(600)
+        if how == "forgets" and turn % 2:
+            messages = [*messages[:2], {"role": "user", "content": f"before: {turn}"}]
+        if how == "splits":
+            told = [[*messages, {"role": "user", "content": f"part {k}"}] for k in range(3)]
+            parts = await asyncio.gather(*(_said(client, chat) for chat in told[: 1 + turn]))
+            messages.append({"role": "user", "content": "".join(str(part["content"])[:3] for part in parts)})
+        for call in said.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": call["function"]["arguments"]})
+        if messages[-1]["role"] == "assistant":
+            messages.append({"role": "user", "content": "abcdefgh"[: draw.randrange(8)]})
+    return "text" if how == "text" else float(len(messages))
+
+
+async def talks(task, client):
+    """Answer a turn by its letters; forget all but the question where it has none."""
+    messages, count = list(task["prompt"]), 0
+    for _ in range(5):
+        said = await _said(client, messages, max_tokens=6, tools=TOOLS)
+        heard = "".join(letter for letter in said["content"] if letter in "abcd")[:3]
+        count += len(heard)
+        messages = [*messages, said, {"role": "user", "content": heard}] if heard else list(task["prompt"])
+    return float(count)
+
+
+async def writes_tokens(task, client):
+    """Go from tokens to tokens, as the clients of verifiers do, and check what comes back."""
+    ids, count = [5, 6, 7, 8] * 12, 0
+    for _ in range(task["turns"]):
+        body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 5, "logprobs": 1}}
+        reply = (await client.post("/../inference/v1/generate", body=body, cast_to=object))["choices"][0]
+        content = reply["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in reply["token_ids"]]
+        assert all(-50 < entry["logprob"] <= 0 for entry in content) and reply["finish_reason"] in ("stop", "length")
+        ids, count = [*ids, *reply["token_ids"], 9, 10], count + len(content)
+    return float(count)
+
+
+def waits(task, client):
+    """An agent without async, whose client streams."""
+    text = ""
+    for chunk in client.chat.completions.create(model="policy", messages=task["prompt"], stream=True):
+        text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+    listed = [model.id for model in client.models.list()]
+    asked = client.chat.completions.create(model="policy", messages=task["prompt"], logprobs=True)
+    assert listed == ["policy"] and asked.choices[0].logprobs.content
+    return float(len(text))
+
+
+def forgets_its_client(task):
+    return 0.0
+
+
+PROGRAM = """
+const task = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const call = (messages) => fetch(process.env.OPENAI_BASE_URL + "/chat/completions", {
+  method: "POST",
+  headers: {"Content-Type": "application/json", Authorization: "Bearer " + process.env.OPENAI_API_KEY},
+  body: JSON.stringify({model: process.env.OPENAI_MODEL, messages}),
+}).then((reply) => reply.json());
+(async () => {
+  const messages = [...task.prompt];
+  for (let turn = 0; turn < 2; turn++) {
+    messages.push((await call(messages)).choices[0].message, {role: "user", content: "more"});
+  }
+  console.log("said", messages.length);
+  console.log(messages.length);
+})();
+"""
+
+
+def rows(hows, turns=3):
+    """A row for each way to act."""
+    return [
+        {"prompt": [{"role": "user", "content": f"row {k} " + "x" * (7 * k)}], "how": how, "seed": k, "turns": turns}
+        for k, how in enumerate(hows)
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(rows(["forgets", "splits", "tools"])))
