@@ -9,6 +9,7 @@ import inspect
 import io
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
@@ -23,6 +24,7 @@ from hybrid_grpo.config.train import TrainConfig
 from hybrid_grpo.config.types import fields_of
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 
+ROOT = Path(__file__).parent.parent
 CONFIGS = (
     *(TrainConfig, SftConfig, configs.EvaluateConfig, configs.PlanConfig, configs.GenerateConfig, configs.ChatConfig),
     *(configs.ScoreConfig, configs.ServeRewardConfig, configs.PublishConfig, configs.WatchConfig),
@@ -30,7 +32,7 @@ CONFIGS = (
 
 
 def on_files(files: Any, config: Any) -> Any:
-    for page in (settings, metrics, commands, python, names):
+    for page in (settings, metrics, commands, python, names, architectures):
         content = "\n".join(page()) + "\n"
         files.append(File.generated(config, f"reference/{page.__name__}.md", content=content))
     return files
@@ -107,6 +109,10 @@ def names() -> Iterator[str]:
     for framework, theirs in foreign_names().items():
         yield f"\n## {framework}\n"
         yield from table(["there", "here"], ((f"`{name}`", ours) for name, ours in theirs.items()))
+
+
+def architectures() -> Iterator[str]:
+    yield (ROOT / "benchmarks/results/architectures.md").read_text().replace("../../docs/", "../")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

@@ -70,7 +70,7 @@ def blocks(page: Path) -> list[Block]:
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 COMMANDS = [block for block in BLOCKS if block.language in ("bash", "sh", "console") and block.needs is None]
-PYTHON = [block for block in BLOCKS if block.language == "python"]
+PYTHON = [block for block in BLOCKS if block.language == "python" and block.needs is None]
 
 
 @pytest.fixture(scope="module")
