@@ -240,6 +240,12 @@ def test_the_pages_are_a_site_without_a_warning(tmp_path: Path) -> None:
         assert not [name for name in names if f"<code>{name}</code>" not in text]
 
 
+def test_paragraphs_are_short() -> None:
+    for page in {*ROOT.glob("docs/**/*.md")} - {ROOT / "docs/log.md", ROOT / "docs/measured.md"}:
+        parts = re.split(r"(?ms)^```.*?^```|\n\s*\n|\n(?=\s*(?:- |\d+\. |\|))", page.read_text(encoding="utf-8"))
+        assert max(len(part.split()) for part in parts if not part.startswith("|")) <= 90, page
+
+
 def test_the_files_of_a_run_are_on_their_page(clone: Path) -> None:
     page = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
     files = [file.name for run in clone.glob("runs/*/metrics.jsonl") for file in run.parent.iterdir()]

@@ -57,8 +57,7 @@ def test_values_formulas_and_defaults_are_of_names_that_exist():
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/coming-from/[!R]*.md")), ids=lambda page: page.stem)
 def test_a_page_shows_the_recipe_that_port_makes_of_their_script(page, tmp_path):
     (language, theirs), (_, ours) = re.findall(r"```(python|bash|yaml)\n(.*?)```", text := page.read_text(), re.S)
-    file = tmp_path / ("theirs.py" if language == "python" else "theirs.sh")
-    file.write_text(theirs)
+    (file := tmp_path / f"theirs.{'py' if language == 'python' else 'sh'}").write_text(theirs)
     yamls = (configure(TrainConfig, load_yaml(recipe)).yaml for recipe in (port(file), ours))
     ported, recipe = (dict(flattened(load_yaml(yaml))) for yaml in yamls)
     assert {name for name in recipe if ported[name] != recipe[name]} <= BY_HAND
