@@ -5,8 +5,8 @@ refuses is proven with `rollout.decoder: transformers`, unless that refuses it t
 
     python benchmarks/architectures.py [--json FILE] [--docs] [--only NAME ...]
 
-`--docs` writes the lists in docs/rollouts.md. Each type runs in a process of its own, which is stopped after 90 seconds
-without an answer. tests/support/architecture_proof.py says what is compared; the configurations are in
+`--docs` writes benchmarks/results/architectures.md. Each type runs in a process of its own, which is stopped after 90
+seconds without an answer. tests/support/architecture_proof.py says what is compared; the configurations are in
 tests/support/tiny_architectures.py.
 """
 
@@ -47,7 +47,7 @@ EXACT, REORDERED, AMPLIFIED = 1e-5, 1e-4, 5e-4
 """Bounds of the relative difference of a gradient; the second where sums over experts, over the streams of Gemma 3n, or
 in layers with a state are rounded in another order; the third where experts follow such layers: with chunks of another
 size, transformers' own gradients change by up to 3e-4."""
-PAGE = ROOT / "docs/rollouts.md"
+PAGE = ROOT / "benchmarks/results/architectures.md"
 
 
 def refusal(name: str) -> tuple[str | None, bool]:
@@ -140,7 +140,7 @@ def lists(found: dict[str, Any]) -> str:
         f"Of {named['types']} types in transformers {found['machine']['transformers']}, all causal language models and"
         f" {len(TOWERED)} that also take pictures, {named['accepted']} are accepted, and {named['proven']} of these are"
         f" proven: {accepted}.",
-        "Of the following types, text is trained; their [tower for pictures](vision.md) is frozen:"
+        "Of the following types, text is trained; their [tower for pictures](../../docs/vision.md) is frozen:"
         f" {', '.join(TOWERED)}.",
         f"The paged decoder refuses {named['refused']}. Of these, `rollout.decoder: transformers` takes the following,"
         f" and {named['fallback_proven']} are proven in the same way:",
@@ -165,7 +165,7 @@ def _table(types: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--docs", action="store_true", help="write the lists in docs/rollouts.md")
+    parser.add_argument("--docs", action="store_true", help="write benchmarks/results/architectures.md")
     parser.add_argument("--only", nargs="*", help="model types or variants; FILE keeps the others; default: all")
     arguments = parser.parse_args()
     names = arguments.only or [*sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TOWERED}), *VARIANTS]

@@ -6,6 +6,7 @@ are shortened to a step or two; nothing else about them is changed.
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shlex
@@ -21,6 +22,9 @@ import pytest
 from paths import ROOT
 from warm_python import programs
 
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config.composition import setting_names
+from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 from hybrid_grpo.run.local_ranks import free_port
 
 pytestmark = pytest.mark.process
@@ -66,7 +70,7 @@ def blocks(page: Path) -> list[Block]:
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 COMMANDS = [block for block in BLOCKS if block.language in ("bash", "sh", "console") and block.needs is None]
-PYTHON = [block for block in BLOCKS if block.language == "python"]
+PYTHON = [block for block in BLOCKS if block.language == "python" and block.needs is None]
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +234,22 @@ def test_the_pages_are_a_site_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "search/search_index.json").stat().st_size > 100_000
+    made = {"settings": {*setting_names(TrainConfig)} - {"features", "rewards"}, "metrics": [m.name for m in CATALOGUE]}
+    for page, names in made.items():
+        text = html.unescape((tmp_path / f"reference/{page}/index.html").read_text())
+        assert not [name for name in names if f"<code>{name}</code>" not in text]
+
+
+def test_paragraphs_are_short() -> None:
+    for page in {*ROOT.glob("docs/**/*.md")} - {ROOT / "docs/log.md", ROOT / "docs/measured.md"}:
+        parts = re.split(r"(?ms)^```.*?^```|\n\s*\n|\n(?=\s*(?:- |\d+\. |\|))", page.read_text(encoding="utf-8"))
+        assert max(len(part.split()) for part in parts if not part.startswith("|")) <= 90, page
+
+
+def test_the_files_of_a_run_are_on_their_page(clone: Path) -> None:
+    page = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
+    files = [file.name for run in clone.glob("runs/*/metrics.jsonl") for file in run.parent.iterdir()]
+    assert len(files) > 20 and not [name for name in files if f"`{name}" not in page]
 
 
 def test_the_package_installs_with_its_files(tmp_path: Path) -> None:

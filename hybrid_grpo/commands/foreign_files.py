@@ -52,7 +52,8 @@ def read_foreign(path: Path) -> tuple[str, str, dict[str, Any]]:
         f"{path} trains a reward model, which hybrid_grpo does not: train it there, and name it in rewards"
         " (docs/rewards/models.md)",
     )
-    return framework, command, {name.replace("-", "_"): value for name, value in names.items()}
+    renamed = conversions()["renamed"].get(framework, {})
+    return framework, command, {renamed.get(n := name.replace("-", "_"), n): value for name, value in names.items()}
 
 
 def evaluate(code: ast.expr, names: Mapping[str, Any]) -> Any:

@@ -19,6 +19,8 @@ def foreign_names() -> dict[str, dict[str, str]]:
         if file.exists():
             for framework, names in yaml.safe_load(file.read_text(encoding="utf-8")).items():
                 found.setdefault(framework, {}).update(names)
+    for framework, renamed in conversions()["renamed"].items():
+        found[framework] |= {new: name_here(old, framework, found) or "" for new, old in renamed.items()}
     return found
 
 
@@ -29,11 +31,10 @@ def conversions() -> dict[str, Any]:
     return found
 
 
-def name_here(name: str, framework: str) -> str | None:
-    """Return what a framework's name is here, or else another's; None if it is unknown."""
-    tables = [foreign_names()[framework], *foreign_names().values()]
-    spelled = (name, name.rpartition(".")[2])
-    return next((table[part] for part in spelled for table in tables if part in table), None)
+def name_here(name: str, framework: str, known: dict[str, dict[str, str]] | None = None) -> str | None:
+    """Return what a framework's name is here, or else another's, in `foreign_names` or `known`; None if unknown."""
+    tables = [(known or foreign_names())[framework], *(known or foreign_names()).values()]
+    return next((table[part] for part in (name, name.rpartition(".")[2]) for table in tables if part in table), None)
 
 
 def value_here(value: Any, *names: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.composition import about, has_effect, setting_names, settings_of
-from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.presets import presets
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.train import TrainConfig
@@ -31,12 +31,10 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
     yield f"usage: hybrid-grpo {command} [--config FILE ...] [--section.name VALUE ...]\n"
     yield textwrap.fill(" ".join(cls.__doc__.split()), 100) + "\n"
     of_runs = {*setting_names(TrainConfig), *(() if cls is SftConfig else setting_names(SftConfig))}
-    names = [name for name in setting_names(cls) if name not in of_runs]
-    own = {f"--{name}": _brief(cls, name) for name in names}
+    own = {f"--{name}": _brief(cls, name) for name in setting_names(cls) if name not in of_runs}
     of_command = f"in_{getattr(cls, 'command', '')}"
     places = [(getattr(about(name), of_command, about(name).usual), name) for name in setting_names(cls)]
-    shown = sorted(filter(itemgetter(0), places), key=itemgetter(0))
-    usual = {f"--{name}": _brief(cls, name) for _, name in shown}
+    usual = {f"--{name}": _brief(cls, name) for _, name in sorted(filter(itemgetter(0), places), key=itemgetter(0))}
     for title, lines in (("options", _OPTIONS | own), ("settings to know first", usual)):
         if lines:
             yield f"{title}:"
@@ -44,34 +42,36 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
             yield ""
     yield "sections, each shown in full by --help SECTION:"
     used = {name.partition(".")[0] for name in setting_names(cls) if has_effect(cls, name)}
-    sections = [name for name in fields_of(cls) if name in used]
-    yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in sections)
+    yield from (f"  {name:12} {_first_sentence(meaning_of(cls, name))}" for name in fields_of(cls) if name in used)
 
 
 def _section(cls: Any, section: str) -> Iterator[str]:
-    if section not in fields_of(cls):
-        raise UserError(f"there is no section {section}: {did_you_mean(section, fields_of(cls))}")
-    yield textwrap.fill(f"{section}: {_meaning(cls, section)}", 100) + "\n"
+    refuse(section not in fields_of(cls), f"there is no section {section}: {did_you_mean(section, fields_of(cls))}")
+    yield textwrap.fill(f"{section}: {meaning_of(cls, section)}", 100) + "\n"
+    for name, kind, default, meaning in described(cls, section):
+        yield f"  {name}" if section == "rewards" else f"  --{section}.{name}"
+        yield "      " + kind + (f", default {default}" if default else "")
+        yield textwrap.indent(textwrap.fill(meaning, 94), "      ")
+
+
+def described(cls: Any, section: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each setting of a section: its name, the values that it takes, its default, if it has one, and meaning."""
     default = getattr(cls(), section)
-    if section == "features":
-        return
     of: Any = type(default) if dataclasses.is_dataclass(default) else RewardConfig
-    for key, hint in (settings_of(cls, section) or fields_of(of)).items():
+    for key, hint in (settings_of(cls, section) or fields_of(of) if section != "features" else {}).items():
         value = getattr(default, key, of.__dataclass_fields__[key].default)
-        facts = [type_name(hint), bounds(hint), "" if value is dataclasses.MISSING else f"default {_spelled(value)}"]
-        yield f"  {key}" if of is RewardConfig else f"  --{section}.{key}"
-        yield "      " + ", ".join(filter(None, facts))
-        yield textwrap.indent(textwrap.fill(_meaning(of, key), 94), "      ")
+        kind = ", ".join(filter(None, [type_name(hint), bounds(hint)]))
+        yield key, kind, "" if value is dataclasses.MISSING else _spelled(value), meaning_of(of, key)
 
 
 def _brief(cls: Any, name: str) -> str:
     section, _, key = name.partition(".")
     value = getattr(getattr(cls(), section), key, None)
-    meaning = _first_sentence(_meaning(fields_of(cls)[section], key) if key else _meaning(cls, section))
+    meaning = _first_sentence(meaning_of(fields_of(cls)[section], key) if key else meaning_of(cls, section))
     return f"{meaning} ({_spelled(value)})" if value not in (None, "") else meaning
 
 
-def _meaning(of: Any, name: str) -> str:
+def meaning_of(of: Any, name: str) -> str:
     # The class that declares a field has the text below it.
     texts = (
         cls.__pydantic_fields__[name].description for cls in of.__mro__ if name in vars(cls).get("__annotations__", ())

@@ -1,18 +1,21 @@
-"""Names of other frameworks: each is answered with a setting that exists, and the page says the same."""
+"""Names of other frameworks: each is answered with a setting that exists, and pages show recipes that port makes."""
 
 import re
 
+import pytest
 from paths import ROOT
 
+from hybrid_grpo.commands.port import port
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.foreign_names import conversions, foreign_name, foreign_names
-from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.config.types import fields_of
+from hybrid_grpo.config.parsing import configure, parse
+from hybrid_grpo.config.recipes import load_yaml
+from hybrid_grpo.records.files import flattened
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 
-PAGE = (ROOT / "docs/coming-from.md").read_text()
+BY_HAND = {"rewards", "data.prompt_column", "data.chat_template", "grpo.kl_unbiased"}
 NAMES = setting_names(TrainConfig)
 ALL_NAMES = {*NAMES, *setting_names(SftConfig)}
 WITH = {
@@ -51,23 +54,14 @@ def test_values_formulas_and_defaults_are_of_names_that_exist():
     assert tables["defaults"].keys() == foreign_names().keys() - {"DeepSpeed-Chat", "An older recipe"}
 
 
-def test_the_page_has_the_same_settings_and_metrics_that_exist():
-    frameworks = [name for name in foreign_names() if name != "An older recipe"]
-    for framework, section in zip(frameworks, PAGE.split("\n## From ")[1:], strict=True):
-        assert section.startswith(framework)
-        settings, _, metrics = section.partition("|metric there")
-        found = re.findall(r"^\|(`.+`)\|(.+)\|$", settings, re.M)
-        rows = {
-            name: ours if " " in ours else ours.strip("`")
-            for names, ours in found
-            for name in re.findall(r"`([^`]+)`", names)
-        }
-        here = {name: ours for name, ours in foreign_names()[framework].items() if not ours.startswith("nothing")}
-        assert here.items() <= rows.items()
-        # What a feature that was taken out has left on the page is of no section.
-        others = rows.keys() - here.keys()
-        assert not any(rows[theirs].split(".")[0] in fields_of(TrainConfig) for theirs in others)
-        assert set(re.findall(r"\|`([^`]+)`\|$", metrics, re.M)) <= {metric.name for metric in CATALOGUE}
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/coming-from/[!R]*.md")), ids=lambda page: page.stem)
+def test_a_page_shows_the_recipe_that_port_makes_of_their_script(page, tmp_path):
+    (language, theirs), (_, ours) = re.findall(r"```(python|bash|yaml)\n(.*?)```", text := page.read_text(), re.S)
+    (file := tmp_path / f"theirs.{'py' if language == 'python' else 'sh'}").write_text(theirs)
+    yamls = (configure(TrainConfig, load_yaml(recipe)).yaml for recipe in (port(file), ours))
+    ported, recipe = (dict(flattened(load_yaml(yaml))) for yaml in yamls)
+    assert {name for name in recipe if ported[name] != recipe[name]} <= BY_HAND
+    assert set(re.findall(r"\|`([^`]+)`\|$", text, re.M)) <= {metric.name for metric in CATALOGUE}
 
 
 def test_a_command_without_the_setting_does_not_suggest_it():

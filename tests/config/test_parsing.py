@@ -16,15 +16,7 @@ from user import User
 from hybrid_grpo import __version__
 from hybrid_grpo.__main__ import main
 from hybrid_grpo.commands.configs import GenerateConfig, PlanConfig
-from hybrid_grpo.config import (
-    GrpoConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-    build,
-    dump,
-    reward_name,
-)
+from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig, build, dump, reward_name
 from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse

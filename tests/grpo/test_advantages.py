@@ -8,12 +8,7 @@ import torch
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.grpo.advantages import (
-    group_advantages,
-    informative,
-    normalized_rewards,
-    penalized_rewards,
-)
+from hybrid_grpo.grpo.advantages import group_advantages, informative, normalized_rewards, penalized_rewards
 from hybrid_grpo.grpo.loss import policy_loss, token_weights
 
 BASELINES = ["mean", "leave_one_out"]
