@@ -116,7 +116,7 @@ def _check_features(config: Any, world_size: int) -> None:
 
 def check_held_out(config: EvaluationConfig) -> list[HeldOut]:
     """Return the held-out sets. Raises UserError if there are no rewards, or if the rows of a set do not exist."""
-    if not config.rollout.environment:
+    if not (config.rollout.environment or config.rollout.agent):
         check_rewards(config.rewards)
     sets = held_out_sets(config)
     for held_out in sets:

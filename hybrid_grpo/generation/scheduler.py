@@ -161,8 +161,10 @@ class Scheduler:
             self._evict(sequence)
         elif sequence.pages:
             self.answered.append(sequence)
-        else:
+        elif sequence.sampled:
             self._requeue(sequence)
+        else:
+            self._enqueue(sequence)
         return sequence, finish
 
     def reclaim(self) -> bool:
@@ -198,10 +200,11 @@ class Scheduler:
             holder.recorded = self.cache.recorded(holder.pages, holder.position)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Make a sequence without pages pending, again or, if it is new, after the others."""
-        if sequence.sampled:
-            self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), recorded=sequence.recorded))
-            return
+        """Make a sequence without pages pending again."""
+        self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), recorded=sequence.recorded))
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Make a new sequence pending after the others, with those that begin with the same tokens."""
         alike = next((group for group in self.pending if group.tokens == sequence.tokens), None)
         if alike is None:
             self.pending.append(alike := Group(list(sequence.tokens), deque()))
