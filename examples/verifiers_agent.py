@@ -41,7 +41,9 @@ async def play(task, client):
     config = TrainClientConfig(base_url=url, api_key_var=variable, renderer_model_name=task["model"])
     episode = await env.run_episode(read[task["index"]], ModelContext("policy", config))
     if not episode.ok:
-        raise RuntimeError([error.message for error in [*episode.errors, *(e for t in episode.traces for e in t.errors)]])
+        raise RuntimeError(
+            [error.message for error in [*episode.errors, *(e for t in episode.traces for e in t.errors)]]
+        )
     return sum(trace.reward for trace in episode.traces if trace.agent.trainable)
 
 

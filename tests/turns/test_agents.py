@@ -36,7 +36,7 @@ MODELS = {
 
 def agents_of(name, family="hermes", **more):
     """The agents of a function or a command line, the tokenizer, and the settings."""
-    agent = name if " " in name else f"{AGENTS}:{name}"
+    agent = name if " " in name or ":" in name else f"{AGENTS}:{name}"
     limits = {"max_completion_tokens": 60, "max_turn_tokens": 10, "max_turns": 12, "max_total_tokens": 400}
     rollout = RolloutConfig(**{"agent": agent, "agent_timeout_s": 60, **limits, **more})
     tokenizer = tool_tokenizer(family)

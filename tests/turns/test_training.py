@@ -1,4 +1,4 @@
-"""Training with a tool and an environment, or with an agent, from the command: a random model whose logits favor calls."""
+"""Training with a tool and an environment, or an agent, from the command: a random model whose logits favor calls."""
 
 import json
 
