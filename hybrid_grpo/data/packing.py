@@ -65,7 +65,7 @@ def pack(
 
     Args:
         budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
-        share: whether the prompt of consecutive rows is computed once; auto: if that saves a tenth of the tokens.
+        share: whether a prompt that several rows have is computed once; auto: if that saves a tenth of the tokens.
         reading: how the model reads the tokens, and what is beside them.
         together: rows whose indices are k * together to (k + 1) * together - 1, and whose prompt is the same, are not
             separated.
@@ -99,15 +99,19 @@ def _balanced(groups: list[_Group], budget: int, device: torch.device, reading: 
 
 
 def _groups(rows: Sequence[TokenRow], budget: int) -> list[_Group]:
-    """Return groups of consecutive rows with the same prompt, each as large as the budget allows."""
-    groups: list[_Group] = []
+    """Return groups of rows with the same prompt, each as large as the budget allows. They need not be consecutive:
+    histories of an agent alternate."""
+    groups: list[list[TokenRow]] = []
+    newest: dict[tuple[int, ...], tuple[list[TokenRow], int]] = {}
     for row in rows:
-        last, more = groups[-1] if groups else None, len(row.completion) - 1
-        if last and last.parts[0][0].prompt == row.prompt and last.tokens + more <= budget:
-            groups[-1] = _Group([[*last.parts[0], row]])
-        else:
-            groups.append(_Group([[row]]))
-    return groups
+        prompt, more = tuple(row.prompt), len(row.completion) - 1
+        group, tokens = newest.get(prompt, ([], budget + 1))
+        if tokens + more > budget:
+            groups.append(group := [])
+            tokens = len(prompt)
+        group.append(row)
+        newest[prompt] = group, tokens + more
+    return [_Group([group]) for group in groups]
 
 
 def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:

@@ -174,11 +174,11 @@ def test_auto_shares_prompts_that_are_a_tenth_of_the_tokens_or_more(length, comp
     assert sum(sizes(packed(prompts, completions, 1000, "auto"))) == computed
 
 
-def test_only_neighbors_share_and_chosen_rows_keep_their_own_numbers():
+def test_chosen_rows_share_what_they_have_in_common_and_keep_their_own_numbers():
     prompts, completions = ragged(groups=3)
     chosen = [7, 2, 11, 3, 4]
     [micro] = packed(prompts, completions, 1000, "on", rows=chosen)
-    assert sorted(micro.rows) == sorted(chosen) and prompts_in(micro) == 5
+    assert sorted(micro.rows) == sorted(chosen) and prompts_in(micro) == 3
     assert_stands(micro, prompts, completions)
     for micro in padded(prompts, completions, 40, rows=chosen):
         assert set(micro.rows) <= set(chosen)
@@ -263,7 +263,7 @@ def test_gradients_flow_through_unflatten_to_the_real_tokens(way):
 @pytest.mark.parametrize("filtered", [False, True])
 def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
     """The gradient is that of a plain forward over each row alone, and does not know the given tokens as targets. With
-    `filtered`, every token was drawn from a few."""
+    `filtered`, every token was drawn from a few; otherwise every other row has histories, which are read alone."""
     rng = random.Random(4)
     prompts, sampled = rollout([(4, [5, 9, 2]), (1, [7, 3])])
     completions = []
@@ -277,18 +277,22 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
     ]
     for row, ids in enumerate(kept if filtered else ()):
         completions[row] = replace(completions[row], sidecars=(SamplingMask.of(list(map(np.array, ids))),))
+    for row in () if filtered else (1, 3):
+        given = ((0, prompts[row]), *completions[row].observations)
+        completions[row] = replace(completions[row], observations=given, histories=tuple(range(0, len(given), row)))
     advantages = [torch.tensor([rng.random() for _ in ids]) for ids in sampled]
     model = build(tiny_config(architecture), "eager" if share is None else ATTENTION)
     plain = build(tiny_config(architecture), "eager")
     expected = torch.zeros(())
-    for prompt, completion, advantage, left in zip(prompts, completions, advantages, kept, strict=True):
-        logits = plain(torch.tensor([prompt + completion.read_ids])).logits[0, len(prompt) - 1 : -1]
-        chosen = completion.sampled_places
-        for place, token, value, ids in zip(chosen, completion.token_ids, advantage, left, strict=True):
-            among = logits[place][ids] if filtered else logits[place]
-            expected = expected - value * (logits[place, token] - among.logsumexp(-1))
-    expected.backward()
     rows = [part for row, completion in enumerate(completions) for part in completion.token_rows(row, prompts[row])]
+    assert len(rows) == len(completions) + (0 if filtered else 2)
+    for row in rows:
+        logits = plain(torch.tensor([row.prompt + row.completion])).logits[0, len(row.prompt) - 1 : -1]
+        for number, place in enumerate(row.targets, row.first):
+            among = logits[place][kept[row.index][number]] if filtered else logits[place]
+            gap = logits[place, row.completion[place]] - among.logsumexp(-1)
+            expected = expected - advantages[row.index][number] * gap
+    expected.backward()
     if share is None:
         batches = pad(rows, 40, CPU)
     else:
@@ -296,9 +300,10 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
     total = torch.zeros(())
     for micro in batches:
         logp_bT = micro.unflatten(LogprobModel(model)(*micro.inputs, 1.0)[0])
-        assert micro.mask_bT.sum(1).tolist() == [len(sampled[row]) for row in micro.rows]
         for row, logp_T in zip(micro.rows, logp_bT, strict=True):
-            total = total - (advantages[row] * logp_T[: len(sampled[row])]).sum()
+            known = advantages[row][: len(logp_T)]
+            total = total - (known * logp_T[: len(known)]).sum()
+    assert sum(int(micro.mask_bT.sum()) for micro in batches) == sum(map(len, sampled))
     total.backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
