@@ -23,11 +23,12 @@ from hybrid_grpo.generation import (
     stream_key,
 )
 from hybrid_grpo.generation import loop as loops
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.categorical import ONE, UNIT, Filters
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep
 from hybrid_grpo.generation.paged_attention import has_kernel
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model import layers, softmax
 from hybrid_grpo.model.attention import ATTENTION, Options, has_ragged_kernel
 from hybrid_grpo.model.kernels.gpu import norm
@@ -149,7 +150,7 @@ def test_the_kernel_for_pages_is_right(dtype):
 @torch.inference_mode()
 def test_steps_of_llama_like_models_are_fused(architecture, dtype):
     model = view(architecture, dtype=dtype)
-    cache = PagedCache(Geometry.of(model), 2, 32, torch.device("cuda", 0))
+    cache = PagedCache(geometry_of(model), 2, 32, torch.device("cuda", 0))
     assert isinstance(fused_step(model, cache), GpuStep)
 
 

@@ -24,6 +24,7 @@ from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler, groups_of
 from hybrid_grpo.generation.sequence import Callbacks, Request, Sequence, lengths_of, sequences_of
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import install_kernels
@@ -45,7 +46,7 @@ def _prepared(model: Any) -> Geometry:
         install_kernels(model)
         install_state_functions(model)
         install_fused_layers(model, next(model.parameters()))
-        _geometries[model] = Geometry.of(model)
+        _geometries[model] = geometry_of(model)
     return _geometries[model]
 
 

@@ -12,6 +12,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Request, Sampling, state_pool, stream_key
 from hybrid_grpo.generation import cache as cache_module
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cache_keyword
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.generation.state_pool import StatePool, StateShape
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION, Segments
@@ -24,7 +25,7 @@ def test_the_geometry_is_that_of_what_a_forward_of_transformers_caches(architect
     with torch.no_grad():
         model = build(config)
         kept = model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True)[cache_keyword(type(model))]
-    seen = Geometry.of(build(config, ATTENTION))
+    seen = geometry_of(build(config, ATTENTION))
     attending = [layer for layer in kept.layers if hasattr(layer, "keys")]
     assert len(kept.layers) == 2 and len(seen.shapes) == len(attending)
     for (key, value), layer in zip(seen.shapes, attending, strict=True):
@@ -47,7 +48,7 @@ def test_the_geometry_is_that_of_what_a_forward_of_transformers_caches(architect
 def test_layers_that_share_keys_and_values_have_one_pool_of_pages():
     """Gemma 4: heads of 8 with windows and of 16 without; the last two layers read the pages of the first two."""
     config = tiny_config("gemma4_text")
-    seen = Geometry.of(build(config, ATTENTION))
+    seen = geometry_of(build(config, ATTENTION))
     assert seen.layers == (0, 1, 0, 1) and seen.shapes == (((2, 8), (2, 8)), ((1, 16), (1, 16)))
     assert seen.token_bytes == 4 * (2 * 2 * 8 + 2 * 1 * 16)
     assert [options.window for options in seen.attention] == [WINDOW, 0, WINDOW, 0]
@@ -56,7 +57,7 @@ def test_layers_that_share_keys_and_values_have_one_pool_of_pages():
 
 def test_latents_are_stored_once():
     """DeepSeek-V3 caches 8 + 8 numbers for all heads."""
-    seen = Geometry.of(build(tiny_config("deepseek_v3"), ATTENTION))
+    seen = geometry_of(build(tiny_config("deepseek_v3"), ATTENTION))
     assert seen.shapes == 2 * (((1, 16), (1, 0)),)
 
 
@@ -69,7 +70,7 @@ def test_attention_over_keys_of_other_tokens_is_refused(monkeypatch):
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, ATTENTION, compressed)
     with pytest.raises(UserError, match=r"policy\.model: Llama.*its tokens: set rollout\.decoder: transformers$"):
-        Geometry.of(model)
+        geometry_of(model)
 
 
 def test_pages_copied_are_whole_and_in_every_layer():
@@ -105,7 +106,7 @@ def test_what_a_prefill_takes_is_measured_in_the_first_forward(architecture):
     batch = Segments([(0, 200)], [(0, 0)], ids.device)
     with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
         model.base_model(input_ids=ids, position_ids=torch.arange(200)[None], use_cache=False, batch=batch)
-    assert Geometry.of(model).reading == pytest.approx(tracker.peak / 200, rel=0.3)
+    assert geometry_of(model).reading == pytest.approx(tracker.peak / 200, rel=0.3)
 
 
 def test_on_a_gpu_the_cache_leaves_room_for_a_prefill_the_logits_and_the_graphs(monkeypatch):

@@ -10,9 +10,10 @@ from tiny_architectures import tiny_architecture
 from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
 
 from hybrid_grpo.generation import Request, Sampling, loop, paged_attention, stream_key
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu import launcher
@@ -36,7 +37,7 @@ def kernels(monkeypatch):
 
 
 def cache_of(view):
-    return PagedCache(Geometry.of(view), 2, 4, torch.device(DEVICE))
+    return PagedCache(geometry_of(view), 2, 4, torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -81,7 +82,7 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
         groups, _ = generate(model, requests, Sampling(4, **filters))
         return {(row, *c.token_ids[: i + 1]): c.logp[i] for row, (c,) in enumerate(groups) for i in range(4)}
 
-    assert isinstance(fused_step(model, PagedCache(Geometry.of(model), 2, 256, torch.device(DEVICE))), GpuStep)
+    assert isinstance(fused_step(model, PagedCache(geometry_of(model), 2, 256, torch.device(DEVICE))), GpuStep)
     generate(model, requests, Sampling(1, **filters))  # the kernels of all layers are checked, gradients included
     kernels.clear()
     fast = logp_of_the_first_tokens(model)

@@ -18,10 +18,11 @@ from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, graphs,
 from hybrid_grpo.generation import fused_step as fusing
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.beside import workspace_beside
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.decoder import Decoder, capture_on
 from hybrid_grpo.generation.graphs import GRAPH_BYTES, Graphs, bytes_of, size_for, sizes_up_to
 from hybrid_grpo.generation.sequence import Sequence
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu import launcher
@@ -350,7 +351,7 @@ def test_sizes_are_few_and_waste_little():
 
 def decoder_of(model, sampling, capture=None):
     """A decoder of 3 sequences and room for one more."""
-    cache = PagedCache(Geometry.of(model), 12, 4, torch.device("cpu"), 4, 8)
+    cache = PagedCache(geometry_of(model), 12, 4, torch.device("cpu"), 4, 8)
     for index, pool in enumerate(cache.keys + cache.values):
         pool.normal_(generator=torch.Generator().manual_seed(index))
     decoder = Decoder(model, cache, sampling, 4, 3, capture)

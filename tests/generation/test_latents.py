@@ -12,8 +12,8 @@ from tiny_models import VOCABULARY, build
 from torch import nn
 
 from hybrid_grpo.generation import Request, Sampling, stream_key
-from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.generation.paged_attention import masked_attention
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.latents import absorbed
 
@@ -27,7 +27,7 @@ def latent_model(kind, attention=ATTENTION):
 @pytest.mark.parametrize("kind", TYPES)
 def test_pages_hold_latents_and_no_keys(kind):
     view = latent_model(kind)
-    config, geometry = view.config, Geometry.of(view)
+    config, geometry = view.config, geometry_of(view)
     width = config.kv_lora_rank + config.qk_rope_head_dim
     assert geometry.latents
     assert geometry.shapes == (((1, width), (1, 0)),) * config.num_hidden_layers
@@ -45,7 +45,7 @@ def test_turns_over_latents_are_those_of_a_forward_over_all_that_was_read(kind):
     requests = [
         Request(ids, [stream_key(row, k) for k in range(3)], max_total_tokens=200) for row, ids in enumerate(prompts)
     ]
-    few = 10 * 32 * Geometry.of(view).token_bytes / 2**30
+    few = 10 * 32 * geometry_of(view).token_bytes / 2**30
     given = {"max_slots": 5, "cache_gb": few, "prefill_tokens": 32, "turns": Scripted(4, (0, 5)), "decode": str}
     groups, stats = generate(view, requests, Sampling(120, stop_ids=tuple(range(vocabulary // 25))), **given)
     assert stats.answers > 3 and stats.preempted
@@ -79,4 +79,4 @@ def test_a_product_that_is_more_than_a_weight_keeps_its_keys_and_values():
     view = latent_model("deepseek_v3")
     for layer in view.model.layers:
         layer.self_attn.kv_b_proj = nn.Sequential(layer.self_attn.kv_b_proj)
-    assert not Geometry.of(view).latents
+    assert not geometry_of(view).latents

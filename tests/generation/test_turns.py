@@ -18,6 +18,7 @@ from tiny_models import ARCHITECTURES, STATES, VOCABULARY, build, pair, tiny_con
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, scheduler, stream_key
 from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
 
 MINIATURE = build(tiny_config("llama", hidden=8, layers=1, num_attention_heads=2, num_key_value_heads=1), ATTENTION)
@@ -209,7 +210,7 @@ def test_the_recorded_experts_are_those_of_a_forward_over_the_whole_text(archite
         for row, prompt in enumerate(prompts)
     ]
     turns = Scripted(3, delays=(0, 2, 9))
-    cache_gb = pages and pages * 32 * loops.Geometry.of(view).token_bytes / 2**30
+    cache_gb = pages and pages * 32 * geometry_of(view).token_bytes / 2**30
     settings = {"max_slots": 6, "prefill_tokens": 25, "cache_gb": cache_gb}
     groups, stats = generate(view, requests, Sampling(90, stop_ids=(3, 4)), turns=turns, **settings)
     assert stats.answers and bool(stats.preempted) == bool(pages)
@@ -237,7 +238,7 @@ def test_tokens_that_are_read_again_keep_the_experts_they_had(monkeypatch):
 
     monkeypatch.setattr(scheduler.Scheduler, "_save_recorded", changed)
     requests = [Request([row, 7, 9], [stream_key(2, 0, row, 0)]) for row in range(8)]
-    cache_gb = 9 * 32 * loops.Geometry.of(view).token_bytes / 2**30
+    cache_gb = 9 * 32 * geometry_of(view).token_bytes / 2**30
     groups, stats = generate(view, requests, Sampling(70), max_slots=8, cache_gb=cache_gb)
     assert stats.preempted and lost
     for (request, sample), experts in lost.items():

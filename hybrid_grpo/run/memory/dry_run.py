@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
-from hybrid_grpo.generation.cache import Geometry
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.architectures import cached_numbers
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.layers import fuse
@@ -118,7 +118,7 @@ class DryRun:
             with self._fake:
                 view = type(self.model)._from_config(deepcopy(self.model.config), attn_implementation=ATTENTION)
                 install_state_functions(view)
-                geometry = Geometry.of(view)
+                geometry = geometry_of(view)
                 return self._scale * geometry.token_bytes, geometry.state_bytes
         return cached_numbers(self.model.config) * self._scale * self.model.dtype.itemsize, 0
 

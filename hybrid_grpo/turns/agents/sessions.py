@@ -13,7 +13,6 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.chat_text import ChatText
-from hybrid_grpo.data.completion import Completion, Message, ObservationTokens, Prompt
-from hybrid_grpo.data.episodes import Episode
+from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.data.prompts import TRUSTED
 from hybrid_grpo.distributed.workers.calls import Call, Reply
 from hybrid_grpo.distributed.workers.pool import Pool
@@ -32,67 +30,15 @@ from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.generation.sequence import Finish, Sequence
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.turns.agents.endpoint import Answer, Endpoint
+from hybrid_grpo.turns.agents.histories import History, Play, Ready, begins, joined, play_of, stopped
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
 from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, kept, read, said_by
 from hybrid_grpo.turns.reading import Reader, one_at_a_time, reader_of, turn_of
-from hybrid_grpo.turns.template import TurnTemplate, assistant_message, tool_message, user_message, written
+from hybrid_grpo.turns.template import TurnTemplate, tool_message, user_message, written
 
-Ready = list[tuple[int | Sequence, list[int] | Finish]]
-"""What `Turns.answers` returns."""
 _TOO_LONG = "context_length_exceeded"
 _FOLLOWS = ("user", "tool")
 """Roles of the messages that may continue a history."""
-
-
-@dataclass(eq=False)
-class _History:
-    """A sequence of an episode, and the chat that it has become."""
-
-    play: _Play
-    sequence: Sequence
-    tools: str
-    """The tools that the chat began with, as JSON."""
-    begins_with: list[int] = field(default_factory=list)
-    """What its first turn reads."""
-    chat: list[Message] = field(default_factory=list)
-    """Empty if the agent writes tokens."""
-    ask: Ask | None = None
-    """The request whose turn is being sampled; None between turns."""
-    answer: Answer | None = None
-    """Answers this request."""
-    turn: int = 0
-    """Number of the last turn within its episode, from 0."""
-    read: int = 0
-    """Number of tokens before this turn."""
-    completion: Completion | None = None
-    """What was sampled, once the history has ended."""
-
-
-@dataclass(eq=False)
-class _Play:
-    """An episode."""
-
-    request: int
-    sample: int
-    key: int
-    prompt: Prompt
-    longest: int
-    """Maximum number of tokens of a history."""
-    begin_s: float = field(default_factory=time.perf_counter)
-    attempt: str = ""
-    """Names the process that runs the agent; an episode that was begun again has another."""
-    histories: list[_History] = field(default_factory=list)
-    dropped: list[_History] = field(default_factory=list)
-    """Histories of earlier attempts, which do not count."""
-    turns: int = 0
-    sampled: int = 0
-    """Tokens of all turns that have ended."""
-    is_cut: bool = False
-    """Whether a turn was refused for a limit of the run."""
-    outcome: Reply | None = None
-    """What the agent returned; None until it has ended."""
-    completion: Completion | None = None
-    """All that was sampled, once all histories have ended."""
 
 
 class Agents:
@@ -125,13 +71,13 @@ class Agents:
         self._pool = Pool([(self.setting, entry)], config.scoring)
         self._run = self._pool.isolated(0, rollout.agent_timeout_s, spread=True)
         self._endpoint: Endpoint | None = None
-        self._plays: list[list[_Play]] = []
-        self._of_key: dict[str, _Play] = {}
+        self._plays: list[list[Play]] = []
+        self._of_key: dict[str, Play] = {}
         """Episodes that may ask, by the keys that only their agents know."""
-        self._open: set[_Play] = set()
-        self._sampling: dict[int, _History] = {}
+        self._open: set[Play] = set()
+        self._sampling: dict[int, History] = {}
         """Histories that have not ended, by the keys of their sequences."""
-        self._events: queue.SimpleQueue[tuple[_Play, Any, Any]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[Play, Any, Any]] = queue.SimpleQueue()
         self._printed: set[str] = set()
         """Kinds of failures that have been printed."""
         self._ended: list[tuple[float, bool]] = []
@@ -165,7 +111,7 @@ class Agents:
         """See `Desk`."""
         return max((play.longest for play in [*self._of_key.values()]), default=0)
 
-    def admit(self, key: str) -> tuple[_Play, str]:
+    def admit(self, key: str) -> tuple[Play, str]:
         """See `Desk`."""
         own, _, attempt = key.partition(".")
         play = self._of_key.get(own)
@@ -177,11 +123,11 @@ class Agents:
         """See `Desk`."""
         return read(path, body, self._config, self._stop_ids, self._vocabulary)
 
-    def take(self, episode: tuple[_Play, str], ask: Ask, answer: Answer) -> None:
+    def take(self, episode: tuple[Play, str], ask: Ask, answer: Answer) -> None:
         """See `Desk`."""
         self._events.put((episode[0], ask, (episode[1], answer)))
 
-    def leave(self, episode: tuple[_Play, str], answer: Answer) -> None:
+    def leave(self, episode: tuple[Play, str], answer: Answer) -> None:
         """See `Desk`."""
         self._events.put((episode[0], None, answer))
 
@@ -197,8 +143,7 @@ class Agents:
         self._endpoint = self._endpoint or Endpoint(self)
         self._close()
         self._plays = [
-            [_play(index, k, key, request) for k, key in enumerate(request.keys)]
-            for index, request in enumerate(requests)
+            [play_of(request, index, k) for k in range(len(request.keys))] for index, request in enumerate(requests)
         ]
         self._open = {play for group in self._plays for play in group}
         self._of_key = {secrets.token_urlsafe(24): play for group in self._plays for play in group}
@@ -207,7 +152,7 @@ class Agents:
             call = Call({"task": [task], "url": [f"{self._endpoint.url}/v1"], "key": [key]}, [None])
             self._run(call).add_done_callback(partial(self._over, play))
 
-    def _over(self, play: _Play, future: Any) -> None:
+    def _over(self, play: Play, future: Any) -> None:
         if not future.cancelled():
             self._events.put((play, future.result(), None))
 
@@ -251,7 +196,7 @@ class Agents:
             else:
                 self._left(play, more)
 
-    def _asked(self, play: _Play, ask: Ask, attempt: str, answer: Answer) -> Ready:
+    def _asked(self, play: Play, ask: Ask, attempt: str, answer: Answer) -> Ready:
         """Begin the turn that an agent asks for, or refuse it."""
         if play.outcome is not None:
             answer(Refused(409, "the episode has ended", "closed"))
@@ -260,7 +205,7 @@ class Agents:
         if attempt != play.attempt:
             play.attempt, play.dropped, play.histories = attempt, play.dropped + play.histories, []
             play.turns, play.sampled, play.is_cut = 0, 0, False
-            ready += self._stopped(play.dropped)
+            ready += stopped(play.dropped)
         try:
             history, new = self._history(play, ask)
         except Refused as refusal:
@@ -271,7 +216,7 @@ class Agents:
         history.read = len(history.sequence.tokens) + len(new)
         return [*ready, (history.sequence if history.sequence.tokens == [] else history.sequence.key, new)]
 
-    def _history(self, play: _Play, ask: Ask) -> tuple[_History, list[int]]:
+    def _history(self, play: Play, ask: Ask) -> tuple[History, list[int]]:
         """Return the history that a request continues, or a new one, and the tokens that follow it. Raises Refused."""
         config = self._config
         under_way = sum(history.sequence.turn_limit for history in play.histories if history.ask is not None)
@@ -285,7 +230,7 @@ class Agents:
             alike = sum(h.begins_with == new for h in play.histories + play.dropped)
             key, most = stream_key(play.key, *new, alike), config.max_completion_tokens
             of = Sequence(play.request, play.sample, key, [], 0, most, max_total_tokens=play.longest)
-            history = _History(play, of, tools, new)
+            history = History(play, of, tools, new)
         read = len(history.sequence.tokens) + len(new)
         _refuse_long(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history")
         history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
@@ -294,16 +239,16 @@ class Agents:
             play.histories.append(history)
         return history, new
 
-    def _continued(self, play: _Play, ask: Ask, tools: str) -> tuple[_History | None, list[int]]:
+    def _continued(self, play: Play, ask: Ask, tools: str) -> tuple[History | None, list[int]]:
         """Return the longest history that a request continues, and what follows it; without one, all its tokens."""
         free = [history for history in play.histories if history.ask is None]
         if ask.chat is None:
             assert ask.ids is not None
-            read = [(len(h.sequence.tokens), h) for h in free if _begins(ask.ids, h.sequence.tokens)]
+            read = [(len(h.sequence.tokens), h) for h in free if begins(ask.ids, h.sequence.tokens)]
             count, history = max(read, key=lambda of: of[0], default=(0, None))
             return history, ask.ids[count:]
         template, _ = self._of_tools(tools, ask.tools)
-        said = [(len(h.chat), h) for h in free if h.chat and h.tools == tools and _begins(ask.chat, h.chat)]
+        said = [(len(h.chat), h) for h in free if h.chat and h.tools == tools and begins(ask.chat, h.chat)]
         count, history = max(said, key=lambda of: of[0], default=(0, None))
         if history is not None and all(message["role"] in _FOLLOWS for message in ask.chat[count:]):
             return history, template.ids(history.sequence.tokens[-1], ask.chat[count:])
@@ -337,7 +282,7 @@ class Agents:
         """See `Turns`. The agent may continue a turn that was cut."""
         return self._said(self._sampling[key], "length")
 
-    def _said(self, history: _History, finish: Finish) -> Finish | None:
+    def _said(self, history: History, finish: Finish) -> Finish | None:
         """Answer the request whose turn has ended."""
         play, sequence, ask, answer = history.play, history.sequence, history.ask, history.answer
         ids = sequence.tokens[sequence.begin :]
@@ -354,24 +299,11 @@ class Agents:
         answer(sampled)
         return None
 
-    def _left(self, play: _Play, answer: Answer) -> None:
+    def _left(self, play: Play, answer: Answer) -> None:
         """Cut the turn whose client has gone."""
-        self._stopped([history for history in play.histories if history.answer is answer and history.ask is not None])
+        stopped([history for history in play.histories if history.answer is answer and history.ask is not None])
 
-    def _stopped(self, histories: list[_History]) -> Ready:
-        """End histories between turns; those whose turn is being sampled get one more token."""
-        ready: Ready = []
-        for history in histories:
-            sequence = history.sequence
-            if history.completion is not None:
-                continue
-            if history.ask is None:
-                ready.append((sequence.key, "stop"))
-            sequence.turn_limit = 1
-            sequence.turn_end = min(sequence.turn_end, len(sequence.tokens) + 1)
-        return ready
-
-    def _outcome(self, play: _Play, reply: Reply) -> Ready:
+    def _outcome(self, play: Play, reply: Reply) -> Ready:
         """Take what an agent returned, and end its histories."""
         play.outcome, failure = reply, reply.failures[0]
         self._ended.append((time.perf_counter() - play.begin_s, failure is not None))
@@ -380,12 +312,12 @@ class Agents:
             which = f"for row {play.prompt.id} (from 0): {failure.message}. The episode has no reward"
             print(f"{self.setting} failed {which}\n{failure.traceback}", file=sys.stderr, flush=True)
         if play.histories:
-            return self._stopped(play.histories)
+            return stopped(play.histories)
         # A completion has a token, also where nothing was asked.
         end = self._stop_ids[0]
         sequence = Sequence(play.request, play.sample, stream_key(play.key, "nothing"), [end], 0, 1)
         sequence.sampled, sequence.logp = [end], [0.0]
-        play.histories = [_History(play, sequence, "[]")]
+        play.histories = [History(play, sequence, "[]")]
         self._sampling[sequence.key] = play.histories[0]
         return [(sequence, "stop")]
 
@@ -395,46 +327,9 @@ class Agents:
         play, history.completion = history.play, completion
         if play.outcome is None or any(h.completion is None for h in play.histories + play.dropped):
             return None
-        play.completion = self._joined(play, play.outcome)
+        play.completion = joined(play, play.outcome, self._reward)
         self._open.discard(play)
         return play.completion
-
-    def _joined(self, play: _Play, outcome: Reply) -> Completion:
-        """Return the histories of an episode as one completion."""
-        ids, logp = list[int](), list[float]()
-        observations, starts = list[ObservationTokens](), list[int]()
-        for completion in (history.completion for history in play.histories):
-            assert completion is not None
-            starts += [len(observations)] if completion.observations else []
-            observations += [(len(ids) + place, given) for place, given in completion.observations]
-            ids += completion.token_ids
-            logp += completion.logp
-        last = max(play.histories, key=lambda history: history.turn)
-        text, asked = last.completion.text if last.completion else "", play.prompt.text
-        before: list[Message] = [user_message(asked)] if isinstance(asked, str) else asked
-        chat = last.chat[len(before) :] if _begins(last.chat, before) else last.chat
-        failure = outcome.failures[0]
-        return Completion(
-            ids,
-            logp,
-            "length" if play.is_cut else "stop",
-            text,
-            tuple(observations),
-            tuple(chat) or (assistant_message(text, []),),
-            learned=bool(starts),
-            episode=Episode(self._reward, total=outcome.values[0], failure=failure.message if failure else None),
-            histories=tuple(starts),
-        )
-
-
-def _play(index: int, sample: int, key: int, request: Request) -> _Play:
-    assert request.prompt is not None and request.max_total_tokens is not None, "an episode has a task and a limit"
-    return _Play(index, sample, key, request.prompt, request.max_total_tokens)
-
-
-def _begins(whole: list[Any], part: list[Any]) -> bool:
-    """Whether a list begins with another, and continues."""
-    return len(part) < len(whole) and whole[: len(part)] == part
 
 
 def _refuse_long(condition: bool, message: str) -> None:

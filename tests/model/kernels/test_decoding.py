@@ -13,6 +13,7 @@ from hybrid_grpo.generation.cache import Geometry, PagedCache, Rows, cached_forw
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
@@ -132,7 +133,7 @@ def test_what_is_read_behind_the_cache_attends_to_it(by, window, softcap, has_si
 
 
 def cache_of(view):
-    return PagedCache(Geometry.of(view), 3, 32, torch.device("cpu"))
+    return PagedCache(geometry_of(view), 3, 32, torch.device("cpu"))
 
 
 @needs_compiler
@@ -150,7 +151,7 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture):
 def test_what_is_read_in_less_time_is_what_a_whole_forward_stores(architecture):
     """A forward that ends with the last keys and values, and the kernel: texts in two parts, some of one token."""
     view, generator = pair(architecture)[1], torch.Generator().manual_seed(1)
-    geometry = Geometry.of(view)
+    geometry = geometry_of(view)
     whole, early, short = (PagedCache(geometry, 16, 8, torch.device("cpu")) for _ in range(3))
     fused, pages = fused_step(view, short), [[1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12]]
     for begins, ends in (((0, 0, 0, 0), (9, 20, 1, 8)), ((9, 20, 1, 8), (24, 21, 16, 19))):
@@ -179,7 +180,7 @@ def with_delta_nets(**changes):
 def test_a_step_with_delta_nets_is_fused_and_gives_the_tokens_of_its_modules(monkeypatch):
     view = with_delta_nets()
     with torch.inference_mode():
-        step = fused_step(view, PagedCache(Geometry.of(view), 3, 32, torch.device("cpu"), 2, 4))
+        step = fused_step(view, PagedCache(geometry_of(view), 3, 32, torch.device("cpu"), 2, 4))
         assert step is not None
         requests = [Request([5, 6, 7, 8], [1, 2, 3], limits=[40, 3, 17]), Request([9], [4, 5], limits=[9, 25])]
         fused = generate(view, requests, Sampling(max_tokens=40), max_slots=3)[0]
@@ -202,7 +203,7 @@ def test_delta_nets_that_compute_something_else_are_left_alone(changed):
         elif part is not None:
             layer.linear_attn.activation = "gelu"
     with torch.inference_mode():
-        assert fused_step(view, PagedCache(Geometry.of(view), 3, 32, torch.device("cpu"), 2, 4)) is None
+        assert fused_step(view, PagedCache(geometry_of(view), 3, 32, torch.device("cpu"), 2, 4)) is None
 
 
 def louder(found):

@@ -1,0 +1,109 @@
+"""Finds out what a model caches of a token, with a forward in which a probe stands in for the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.generation.cache import Geometry, cached_forward
+from hybrid_grpo.generation.state_pool import StateShape
+from hybrid_grpo.model.attention import Options
+from hybrid_grpo.model.memory_tracker import MemoryTracker
+from hybrid_grpo.model.routing import RoutingProbe, install_routers
+from hybrid_grpo.model.runs import Runs
+
+_PROBE_TOKENS = 64
+
+
+def geometry_of(model: Any) -> Geometry:
+    """Measure a model with a forward of a few tokens, since architectures name these sizes differently. Raises
+    UserError if a layer attends to keys and values that do not belong to the tokens of the forward."""
+    install_routers(model)
+    device = next(model.parameters()).device
+    seen = _ShapeProbe(type(model).__name__, device)
+    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
+    with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
+        cached_forward(model.base_model, model, ids, ids, seen)
+    return Geometry(
+        shapes=tuple(seen.shapes),
+        dtype=seen.dtype,
+        attention=tuple(seen.attention),
+        reading=-(-tracker.peak // _PROBE_TOKENS),
+        shared=tuple(seen.layers),
+        latents=seen.latents,
+        states=tuple(seen.states),
+        experts=seen.routes.shape,
+    )
+
+
+class _ShapeProbe:
+    """Stands in for a cache and records the shapes of the keys and values that a forward attends to."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        self.attention: list[Options] = []
+        self.layers: list[int] = []
+        self.latents = False
+        self.states: list[StateShape] = []
+        self.dtype = torch.float32
+        self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
+        self.routes = RoutingProbe()
+        self._keys: list[ref[Tensor]] = []
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self._cached = key, value
+        return key, value
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def update_conv_state(
+        self, x: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
+    ) -> Tensor:
+        shape = x.shape[1], conv_kernel_size or x.shape[2]
+        self.states.append(StateShape("conv", layer_idx, state_idx, shape, x.dtype))
+        return x
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
+        self.states.append(StateShape("recurrent", layer_idx, state_idx, tuple(state.shape[1:]), state.dtype))
+        return state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        if key.shape[2] != query.shape[2]:
+            raise UserError(
+                f"policy.model: {self.name} attends to other keys and values than those of its tokens:"
+                " set rollout.decoder: transformers"
+            )
+        layer = next((layer for layer, known in enumerate(self._keys) if known() is key), len(self._keys))
+        if layer == len(self._keys):
+            self._keys.append(ref(key))
+            self.shapes.append(((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])))
+        self.layers.append(layer)
+        self.attention.append(options._replace(sinks=None))
+        self.dtype = key.dtype
+        n, heads, q, _ = query.shape
+        return query.new_zeros(n, q, heads, value.shape[3])
+
+    def attend_to_latents(self, query: Tensor, module: Any, options: Options) -> Tensor:
+        latent, rotated = self._cached
+        width = latent.shape[3] + rotated.shape[3]
+        out = self.attend(query, latent, latent, options)
+        assert self.layers[-1] == len(self.shapes) - 1 and self.latents == (len(self.shapes) > 1), (
+            "all layers cache them"
+        )
+        self.latents, self.shapes[-1] = True, ((1, width), (1, 0))
+        return out.new_zeros(*out.shape[:3], module.v_head_dim)
