@@ -108,7 +108,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "one": {},
         "tool": {**_TOOLS, **_TURNS},
         "environment": {"rollout.environment": f"{SUPPORT}/slow_tools.py:Repeats", **_TURNS},
-        "user": {"rollout.user": "answers.py:user", **_TURNS},
+        "agent": {"rollout.agent": "answers.py:agent", **_TURNS},
     },
     "groups": {"as drawn": {}, "replaced": {"grpo.dynamic_sampling": True, "grpo.max_resamples": 2}},
     "curriculum": {
@@ -163,6 +163,9 @@ REFUSED = [
     ("baseline", "optimal", "old log-probabilities", "with its mask"),
     ("tokens", "some held", "guests", "learned"),
     ("teacher", "itself", "turns", "environment"),
+    ("teacher", _ANY, "turns", "agent"),
+    ("decoder", "generate()", "turns", "agent"),
+    ("old log-probabilities", "with its mask", "turns", "agent"),
     ("guests", _ANY, "turns", _ANY),
     ("guests", "learned", "loss", "of whole groups"),
     ("guests", "learned", "old log-probabilities", "with its mask"),
@@ -206,9 +209,13 @@ def pieces(completion_ids, **columns):
     return [[(end, ids[end - 1] % 3 / 2) for end in range(1, len(ids) + 1, 2)] for ids in completion_ids]
 
 
-def user(messages):
-    said = messages[-1]["content"]
-    return said[::-1][:3] if len(said) > 2 else None
+async def agent(task, client):
+    messages = [*task["prompt"]]
+    for _ in range(3):
+        made = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+        said = made.choices[0].message.content
+        answered = [{"role": "assistant", "content": said}, {"role": "user", "content": said[::-1][:3]}]
+        messages = [*messages, *answered] if len(said) % 2 else messages[:1]
 """
 
 

@@ -49,7 +49,7 @@ class AgentEntry:
         try:
             import openai  # noqa: F401 every worker has it
         except ImportError as error:
-            raise UserError(f"{name} needs openai's client: pip install 'hybrid_grpo[agents]' ({error})") from error
+            raise UserError(f"{name} needs openai's client: pip install 'hybrid-grpo[agents]' ({error})") from error
         is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
         return Agent(function, Interface([], None, is_async, 1))
 
