@@ -237,10 +237,7 @@ class Policy:
         return tuple(micro.unflatten(value_N) for value_N in self.engine(*micro.inputs, temperature, more))
 
     def accumulate_sft_gradient(
-        self,
-        prompt_ids: Sequence[list[int]],
-        completion_ids: Sequence[list[int]],
-        beat: Callable[[], None],
+        self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], beat: Callable[[], None]
     ) -> Iterator[tuple[Tensor, int]]:
         """Add the gradient of the mean cross-entropy of the completion tokens of all ranks, calling `beat` before each
         micro-batch. For each with rows, yield its mean cross-entropy in nats and its number of tokens. Collective."""

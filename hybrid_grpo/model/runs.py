@@ -156,7 +156,12 @@ class _Bucket:
         self.numbers = torch.tensor(members, device=runs.device)
         roots = {number: at for at, number in enumerate(n for n, parent in enumerate(runs.parent) if parent < 0)}
         self._parents = [roots[runs.parent[number]] for number in members if runs.parent[number] >= 0]
-        self._runs = runs
+        self._device = runs.device
+
+    @cached_property
+    def parents(self) -> Selection:
+        """Select the final state of each member's parent."""
+        return Selection(np.array(self._parents), self._device)
 
     def padded(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the bucket's tokens of packed inputs, [members, width, ...], with zeros where there are none."""
@@ -164,14 +169,6 @@ class _Bucket:
             self._tokens(torch.cat([x, x.new_zeros(1, *x.shape[1:])])).unflatten(0, (len(self.members), self.width))
             for x in inputs
         )
-
-    def parents(self, final: Tensor) -> Tensor:
-        """Return the final state of each member's parent."""
-        return self._from_parents(final)
-
-    @cached_property
-    def _from_parents(self) -> Selection:
-        return Selection(np.array(self._parents), self._runs.device)
 
 
 def _buckets(runs: Runs, numbers: list[int]) -> list[_Bucket]:
