@@ -35,14 +35,13 @@ from hybrid_grpo.generation import (
 )
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.export import save_model, save_tokenizer
+from hybrid_grpo.model.export import Original, save_model, save_tokenizer
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.gathered_weights import meta_copy
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import described, replays
 from hybrid_grpo.model.sidecars import TokenRow

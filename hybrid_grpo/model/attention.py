@@ -171,16 +171,12 @@ def has_ragged_kernel(query: Tensor, softcap: float, has_sinks: bool) -> bool:
     """Whether there is a GPU kernel for `ragged_attention`."""
     if has_sinks:
         return not softcap and _is_right(_varlen, query, "torch's varlen_attn for attention sinks", has_sinks=True)
-    return has_flash(query) or (not softcap and _has_varlen(query))
+    return has_flash(query) or (not softcap and _is_right(_varlen, query, "torch's varlen_attn"))
 
 
 def has_flash(x: Tensor) -> bool:
     """Whether flash-attn is installed and correct for tensors like `x` [..., head_dim]; if so, it is preferred."""
     return flash_attn_varlen_func is not None and _is_right(_flash, x, "flash-attn")
-
-
-def _has_varlen(x: Tensor) -> bool:
-    return _is_right(_varlen, x, "torch's varlen_attn")
 
 
 def _is_right(kernel: Kernel, x: Tensor, name: str, *, has_sinks: bool = False) -> bool:

@@ -24,10 +24,10 @@ from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.distributed.ranks import all_gather_objects, rank
 from hybrid_grpo.model import hub
-from hybrid_grpo.model.adapter_files import changes
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.gguf import files_of
+from hybrid_grpo.model.lora import changes
 from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed
 
@@ -37,7 +37,7 @@ transformers_logging.disable_progress_bar()
 _OTHER_CONFIG = "take the config.json that belongs to the weights"
 _RESAVE = "or save the model without them (save_pretrained)"
 _NO_TOKENIZER = "has no tokenizer: save the model's tokenizer in the same folder (tokenizer.save_pretrained)"
-LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 """Finds the number of a layer in the name of a weight."""
 
 
@@ -259,7 +259,7 @@ def _left_out(model: Any, unexpected: Collection[str]) -> set[str]:
         name
         for name in unexpected
         if (model.get_output_embeddings() is not None or name.startswith(f"{model.base_model_prefix}."))
-        and not ((layer := LAYER.search(name)) and int(layer[1]) in beyond)
+        and not ((layer := _LAYER.search(name)) and int(layer[1]) in beyond)
     }
 
 
@@ -274,8 +274,8 @@ def _refuse_broken_weights(model: Any, start: str) -> None:
 
 
 def _refuse_changes(model: Any, start: str) -> None:
-    """Raise UserError if the loaded model is not what its class builds from its config.json: if weights would not train
-    that do, if weights are untied that it ties, or if a buffer that it computes differs.
+    """Raise UserError if the loaded model is not what its class builds from its config.json: if weights are untied that
+    it ties, or if a buffer that it computes differs.
 
     `zero.Init` casts the results of tensor constructors. Rotary frequencies in bfloat16 are off by a radian at
     position 1,000, and no metric shows it: sampling and training share them, but the exported model has exact ones.
@@ -288,13 +288,6 @@ def _refuse_changes(model: Any, start: str) -> None:
             built = type(model)(deepcopy(model.config))
     finally:
         torch.set_default_dtype(before)
-    trained = {name for name, parameter in built.named_parameters() if parameter.requires_grad}
-    frozen = trained & {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    refuse(
-        bool(frozen),
-        f"{start}: {len(frozen)} of its weights would not be trained (requires_grad is off), {_first(frozen)} among"
-        " them: update transformers",
-    )
     untied = _tied(built) - _tied(model)
     refuse(
         bool(untied),

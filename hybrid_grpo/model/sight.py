@@ -107,20 +107,17 @@ class VisionEncoder:
 
     def _extent(self, grid: Tensor | None, count: int) -> _Extent:
         """Return the positions of a picture of `count` tokens, by transformers' own rule for the model."""
-        key = (count, *(grid.flatten().tolist() if grid is not None and self.axes > 1 else ()))
-        if key not in self._by_grid:
-            self._by_grid[key] = self._new_extent(grid, count)
-        return self._by_grid[key]
-
-    def _new_extent(self, grid: Tensor | None, count: int) -> _Extent:
         if self.axes == 1 or grid is None:
             return _Extent(np.arange(count)[None], count)
-        assert self._token is not None, "an album takes no picture without it"
-        ids = torch.full((1, count + 1), self._token)
-        kinds = torch.ones_like(ids, dtype=torch.int32)
-        ids[0, -1] = kinds[0, -1] = 0
-        position, _ = self._base.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid.cpu())
-        return _Extent(position[:, 0, :-1].numpy(), int(position[0, 0, -1]))
+        key = (count, *grid.flatten().tolist())
+        if key not in self._by_grid:
+            assert self._token is not None, "an album takes no picture without it"
+            ids = torch.full((1, count + 1), self._token)
+            kinds = torch.ones_like(ids, dtype=torch.int32)
+            ids[0, -1] = kinds[0, -1] = 0
+            position, _ = self._base.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid.cpu())
+            self._by_grid[key] = _Extent(position[:, 0, :-1].numpy(), int(position[0, 0, -1]))
+        return self._by_grid[key]
 
     def positions(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
         """Return the position of each token of a text on each axis, [axes, tokens], and that of the token after it, by

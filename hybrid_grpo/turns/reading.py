@@ -203,7 +203,10 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
                 break
             else:
                 try:
-                    calls.append(_spoken(checked(part)))
+                    call = checked(part)
+                    if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
+                        raise ValueError("a thought stands in a call")
+                    calls.append(call)
                 except ValueError as error:
                     faults.append(error)
     except Exception as error:  # a reader may raise anything for a text that is not in its format
@@ -211,13 +214,6 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
     if not calls and not faults:
         return Turn(text)
     return Turn("".join(content).strip(), calls, _fault(faults[0]) if faults else None)
-
-
-def _spoken(call: ToolCall) -> ToolCall:
-    """Return the call; raises ValueError if it contains a thought."""
-    if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
-        raise ValueError("a thought stands in a call")
-    return call
 
 
 def _fault(error: Exception) -> str:

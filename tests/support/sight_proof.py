@@ -101,6 +101,8 @@ def _text_of(tokens: list[int]) -> dict[str, Tensor]:
 class _Answers:
     """Answers the first turn of every other completion; implements the decoder's `Turns`."""
 
+    begins_sequences = is_open = False
+
     def __init__(self, answer: list[int]) -> None:
         self._answer, self._keys, self._waiting = answer, set[int](), list[int]()
 

@@ -71,6 +71,9 @@ class Instance:
     failure: str | None = None
     """Why the environment failed, after which it gets no more requests; None if it has not failed."""
 
+    def take_end(self, found: dict[str, Any]) -> None:
+        self.total, self.state = found["reward"], found["state"]
+
     @property
     def episode(self) -> Episode:
         if self.failure is not None:
@@ -138,7 +141,7 @@ class Environments:
                 asked.append(None)
                 continue
             free.acquire()
-            lease, future = self._lease(self.kind(prompt)), Future[Reply]()
+            lease, future = self._leases.lease(self.kind(prompt).index), Future[Reply]()
             future.add_done_callback(lambda _: free.release())
             lease.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
             lease.release()
@@ -163,9 +166,6 @@ class Environments:
             )
         return openings
 
-    def _lease(self, kind: Kind) -> Lease:
-        return self._leases.lease(kind.index)
-
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
         columns["prompt"] = opening.text
@@ -179,7 +179,8 @@ class Environments:
             prompt = trajectory.prompt
             assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
             kind, failure = self.kind(prompt), prompt.opening.failure
-            instance = self._instances[trajectory.key] = Instance(kind, self._lease(kind), failure=failure)
+            lease = self._leases.lease(kind.index)
+            instance = self._instances[trajectory.key] = Instance(kind, lease, failure=failure)
             if failure is None:
                 self._ask(instance, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
         return self._instances[trajectory.key]
@@ -241,7 +242,7 @@ class Environments:
                 instance.steps.append((end, found["reward"]))
             if "end" not in found:
                 return done(Answer([user_message(found["said"])]))
-            self._take_end(instance, found["end"])
+            instance.take_end(found["end"])
             done(Answer(finish="stop" if found["done"] else "length"))
 
         self._ask(instance, {"do": "step", "text": turn.content, "is_last": trajectory.is_last}, finish)
@@ -252,13 +253,10 @@ class Environments:
 
         def ended(found: dict[str, Any] | None) -> None:
             if found is not None:
-                self._take_end(instance, found)
+                instance.take_end(found)
             done(Answer(finish=finish))
 
         self._ask(instance, {"do": "end"}, ended)
-
-    def _take_end(self, instance: Instance, found: dict[str, Any]) -> None:
-        instance.total, instance.state = found["reward"], found["state"]
 
     def episode(self, key: int) -> Episode | None:
         """Return the outcome of a completion's environment, if it has one, and release its process."""
