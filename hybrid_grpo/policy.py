@@ -182,8 +182,7 @@ class Policy:
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
         has; `given` is keyed by random stream (see `requests_of`). `resumed_from` has groups of an earlier step, by the
-        index of their prompts: open completions continue. `should_stop` is that of `generate`. Ranks enter and leave
-        together."""
+        index of their prompts: open completions continue. `should_stop` is that of `generate`. Collective."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         given, goes_on = dict(given or {}), dict[int, Completion]()
         for index, group in (resumed_from or {}).items():

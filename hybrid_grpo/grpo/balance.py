@@ -41,8 +41,7 @@ class Assignment:
         return any(taker != home for home, takers in enumerate(self.target_rank_RP) for taker in takers)
 
     def scatter(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
-        """Return the groups that this rank trains on and their scores, ordered by minibatch, given those whose home it
-        is. Collective."""
+        """Return the groups that this rank trains on, and their scores, by minibatch, given its own. Collective."""
         if not self.moves:
             return rollout, scores
         size, sent = rollout.num_generations, []

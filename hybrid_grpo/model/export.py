@@ -1,7 +1,6 @@
 """Writes a model and its tokenizer to a folder in Hugging Face format.
 
-Of a text model without its towers, an export is the checkpoint that it was taken from, with the trained weights in
-place of its own.
+Of a text model without its towers, an export is the checkpoint that it is from, with the trained weights in it.
 """
 
 import shutil
@@ -97,8 +96,7 @@ class Original:
 
 
 def _folder(name: str, start: str) -> Path:
-    """Return the folder of a checkpoint; of one on the hub, the folder in the cache, with all files but the weights,
-    which are there already."""
+    """Return the folder of a checkpoint; of one on the hub, that in the cache, where its weights are already."""
     if Path(name).is_dir():
         return Path(name)
     try:

@@ -66,8 +66,7 @@ def check_files(
 
 
 def shapes_in_files(tensor: Tensor) -> list[list[int]]:
-    """Return the shapes that a weight may have in its files: its own, and that of experts which transformers transposes
-    when it loads them."""
+    """Return the shapes that a weight may have in its files: transformers transposes some experts as it loads them."""
     return [list(tensor.shape)] + ([list(tensor.mT.shape)] if tensor.dim() == 3 else [])
 
 

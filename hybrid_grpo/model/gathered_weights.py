@@ -24,8 +24,7 @@ TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return contiguous neighbors in memory, [rows, ...] each, as one tensor without a copy; None if they are not
-    neighbors."""
+    """Return neighbors in memory, [rows, ...] each, as one tensor without a copy; None if they are not neighbors."""
     first = parts[0]
     for before, part in pairwise(parts):
         same = before.untyped_storage()._cdata == part.untyped_storage()._cdata

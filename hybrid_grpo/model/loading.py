@@ -167,8 +167,7 @@ def training_attention(policy: PolicyConfig, config: Any = None) -> str:
 
 
 def without_dropout(config: Any) -> Any:
-    """Set every dropout of a configuration and of its sections, and the noise on the input of experts, to 0, in place,
-    and return it."""
+    """Set all dropout of a configuration and its sections, and noise on inputs of experts, to 0 in place; return it."""
     for field, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
             without_dropout(value)

@@ -159,8 +159,7 @@ def _forward(router: Any, layer: int, forward: Callable[..., Any], *args: Any, *
 
 @functools.cache
 def _routers_in(module: str) -> frozenset[str]:
-    """Return the names of the classes in a module of transformers that choose experts, and nothing else but groups of
-    them, by `topk`."""
+    """Return the names of a module's classes that choose nothing but experts, or groups of them, by `topk`."""
     source = inspect.getsource(sys.modules[module]) if module.startswith("transformers.models.") else ""
     classes = ast.parse(source).body if "topk(" in source else []
     return frozenset(each.name for each in classes if isinstance(each, ast.ClassDef) and _chooses_experts(each))

@@ -68,11 +68,8 @@ class Runs:
     def _tokens_back(self, back: int, before: int) -> Selection:
         """Select, for each token, the one `back` tokens earlier in its sequence, which may be in its parent, or among
         the `before` tokens that came before it; else the row of zeros at the end."""
-        if (back, before) not in self._back:
-            self._back[back, before] = self._select_back(back, before)
-        return self._back[back, before]
-
-    def _select_back(self, back: int, before: int) -> Selection:
+        if (back, before) in self._back:
+            return self._back[back, before]
         total = sum(length for _, length in self.own)
         zero = total + before * len(self.own)
         index = np.arange(total) - back
@@ -84,11 +81,11 @@ class Runs:
                     index[start + at] = total + (number + 1) * before - short
                 elif parent >= 0 and short <= self.own[parent][1]:
                     index[start + at] = sum(self.own[parent]) - short
-        return Selection(index, self.device)
+        self._back[back, before] = found = Selection(index, self.device)
+        return found
 
     def last(self, x_SC: Tensor, kernel: int, before: Tensor | None) -> Tensor:
-        """Return the last `kernel` tokens of each sequence, [sequences, kernel, C], with those `before` it or zeros in
-        front."""
+        """Return the last `kernel` tokens of each sequence, with those `before` or zeros, [sequences, kernel, C]."""
         pads = x_SC.new_zeros(len(self.own), kernel, x_SC.shape[1]) if before is None else before.to(x_SC.dtype)
         parts = [
             torch.cat([pad, x_SC[start + max(0, length - kernel) : start + length]])[-kernel:]

@@ -31,9 +31,8 @@ from hybrid_grpo.generation.sequence import Finish
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.loading import load_config, load_model
-from hybrid_grpo.model.processors import load_tower
 from hybrid_grpo.model.reading import Reading
-from hybrid_grpo.model.sight import VisionEncoder, image_token
+from hybrid_grpo.model.sight import VisionEncoder, image_token, load_tower
 
 ONE, WIDE, HIGH, LARGE = pictures()
 PROMPTS: list[list[Any]] = [

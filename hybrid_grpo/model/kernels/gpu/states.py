@@ -208,8 +208,7 @@ def delta_rule(
 def selective_update(
     state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor | None
 ) -> Tensor:
-    """Return the outputs of one new token of each sequence, [n, heads, d], of Mamba 2 (arXiv:2405.21060), or of Mamba 1
-    (arXiv:2312.00752).
+    """Return the outputs of a new token of each sequence, [n, heads, d]; Mamba 1 (arXiv:2312.00752) or 2 (2405.21060).
 
     Args:
         state: [n, heads, d, size], contiguous; x: [n, heads, d], whose heads follow each other.
