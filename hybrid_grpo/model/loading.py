@@ -287,7 +287,7 @@ def _refuse_changes(model: Any, start: str) -> None:
             built = type(model)(deepcopy(model.config))
     finally:
         torch.set_default_dtype(before)
-    untied = _tied(built) - _tied(model)
+    untied = built.all_tied_weights_keys.keys() - model.all_tied_weights_keys.keys()
     refuse(
         bool(untied),
         f"{start}: config.json ties {_first(untied)} to the embedding, and the files hold different values for both:"
@@ -307,10 +307,6 @@ def _refuse_changes(model: Any, start: str) -> None:
                 " class), so the exported model would not be the trained one: update transformers and deepspeed, or"
                 " lower the ZeRO stage"
             )
-
-
-def _tied(model: Any) -> set[str]:
-    return set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _held(parameter: Any) -> Tensor:

@@ -82,8 +82,7 @@ class Instance:
 
 
 class Environments:
-    """The classes of `rollout.environment`: a `Partner` that answers turns that are steps. `Tools` calls the methods
-    that are tools.
+    """The classes of `rollout.environment`: a `Partner` that answers turns that are steps. `Tools` calls the others.
 
     Creating it raises UserError if a class cannot be imported, or is not an environment.
 
