@@ -84,6 +84,8 @@ class Trainer(Stage):
         if config.rollout.carry:
             self.carry = Carry(config.rollout, plan, inputs.training.prompts, self.exchange)
             self.parts["carry"] = self.carry
+        self.reward_weights, self.recomputes_old_logp = config.reward_weights, config.recomputes_old_logp
+        self.measures_old, self.starts_on_policy = config.grpo.measures_old, config.grpo.starts_on_policy
         self.shards = reference if config.grpo.ref_every else None
         self.shards_are_float32 = config.grpo.averages_reference
 
@@ -214,7 +216,7 @@ class Trainer(Stage):
     def old_policy(self, rollout: Rollout) -> OldPolicy:
         """Return what the rest of the step needs of the policy that sampled. Called once per rollout."""
         grpo = self.config.grpo
-        if not grpo.measures_old:
+        if not self.measures_old:
             return OldPolicy(self.old_logprobs(rollout))
         # Rows that are not learned from may have no record of what filters left, and the others need theirs.
         rows = range(len(rollout.lengths)) if grpo.baseline == "optimal" else rollout.learned
@@ -227,7 +229,7 @@ class Trainer(Stage):
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
         """Return the log-probabilities [B, T] under the policy that sampled: those that the sampler recorded, or those
         of a training forward before the first optimizer step. None if nothing needs them. Called once per rollout."""
-        if not self.config.recomputes_old_logp:
+        if not self.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
         needs_it = self.kl.in_reward or self.features.needs_old_logp or self.config.grpo.tokens != "all"
         if self.plan.optimizer_steps == 1 and not needs_it:
@@ -260,7 +262,7 @@ class Trainer(Stage):
         if old.logp_BT is not None and old.squares_BT is not None:
             variance_BT = path_variances(old.logp_BT, old.squares_BT, rollout.mask_BT)
         advantages_BT, numbers = token_advantages(
-            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.sum_over_ranks, variance_BT
+            rollout, scores, config.grpo, limit, self.reward_weights, kl_BT, beta, self.sum_over_ranks, variance_BT
         )
         self.meter.update(numbers)
         for of in found:
@@ -304,7 +306,14 @@ class Trainer(Stage):
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
         return optimizer_steps(
-            rollout, signals, split, self.config.grpo, limit, self.sum_over_ranks, self.max_over_ranks
+            rollout,
+            signals,
+            split,
+            self.config.grpo,
+            limit,
+            self.sum_over_ranks,
+            self.max_over_ranks,
+            starts_on_policy=self.starts_on_policy,
         )
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:

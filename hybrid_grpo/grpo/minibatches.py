@@ -52,11 +52,12 @@ def optimizer_steps(
     max_completion_tokens: int,
     sum_over_ranks: Total,
     max_over_ranks: Total | None = None,
+    *,
+    starts_on_policy: bool,
 ) -> Iterator[Iterator[TrainBatch]]:
     """Yield `num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
 
-    In all passes, `old_logp` comes from the policy that sampled (DeepSeekMath, arXiv:2402.03300, algorithm 1). Where
-    the ratio of the first step is 1 by construction, its own log-probabilities serve as `old_logp`.
+    In all passes, `old_logp` comes from the policy that sampled (DeepSeekMath, arXiv:2402.03300, algorithm 1).
     Completions that are not learned from are left out.
 
     Args:
@@ -65,6 +66,8 @@ def optimizer_steps(
         sum_over_ranks: called once.
         max_over_ranks: takes maxima over ranks; called once. With it, rows of advantage 0 may leave the backward pass
             (see `backward_parts`); None if they have a gradient all the same.
+        starts_on_policy: whether the ratio of the first optimizer step is 1 by construction, so that its own
+            log-probabilities serve as `old_logp`.
     """
     rows, device = rollout.completions, signals.device
     counts = in_loss(rollout, grpo)
@@ -91,7 +94,7 @@ def optimizer_steps(
         means = correction_means(signals, own_BT, minibatches, grpo, sum_over_ranks)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         minibatch = number % grpo.num_minibatches
-        known = replace(signals, old_logp_BT=None) if number == 0 and grpo.starts_on_policy else signals
+        known = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
         part, counted, mean = micro_batches[minibatch], sums[minibatch], means[minibatch]
         yield train_batches(
             part, known, counts_B, counted, mean, grpo, max_completion_tokens, writers_B, lengths_B, group_B
