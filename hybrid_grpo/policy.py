@@ -120,10 +120,6 @@ class Policy:
         self.reading = Reading(sight, replays(model, policy, paged=self.packs and decoder == "paged"))
         self.experts = described(model, self.reading.replays)
 
-    def budget(self, gradients: bool) -> int:
-        """Return the token budget of a micro-batch; see `token_budget`."""
-        return token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
-
     def step(self) -> StepResult:
         """Take one optimizer step. If the gradients are not finite, all ranks skip it and count it as skipped."""
         with record_function("stage/optimizer"):
@@ -224,7 +220,8 @@ class Policy:
     def micro_batches(self, rows: Sequence[TokenRow], *, gradients: bool = True, together: int = 1) -> list[MicroBatch]:
         """Split rows into micro-batches within `token_budget`, the same number on every rank. Rows of a group are not
         separated if `together` is its size; see `pack`. Collective."""
-        budget, device, share = self.budget(gradients), self.engine.device, self.config.shared_prefix
+        device, share = self.engine.device, self.config.shared_prefix
+        budget = token_budget(self.config, on_gpu=device.type != "cpu", gradients=gradients)
         if self.packs:
             return pack(rows, budget, device, share=share, reading=self.reading, together=together)
         return pad(rows, budget, device, reading=self.reading, together=together)

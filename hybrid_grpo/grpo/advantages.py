@@ -117,8 +117,7 @@ def group_advantages(
     sum_over_ranks: Total = on_one_rank,
     weight_B: Tensor | None = None,
 ) -> Tensor:
-    """Return rewards relative to their group: (r - baseline) / scale, exactly 0 in a group with equal rewards. For both
-    see BASELINES and SCALES.
+    """Return rewards relative to their group, (r - baseline) / scale (BASELINES, SCALES). Exactly 0 if all are equal.
 
     With baseline `mean`, scale `batch` is REINFORCE++ with baseline (arXiv:2501.03262), whose second centring, over the
     batch, changes nothing, since all groups are of one size. Of `normalized_rewards` it gives the advantages of GDPO.
@@ -249,8 +248,7 @@ def reward_to_go_advantages(
 
 
 def _still_to_come(steps: Steps, lengths: list[int], discount: float) -> Tensor:
-    """Return, for every token, the sum over the steps that end at or after it, float64 [B, T]; each counts `discount`
-    times as much as the step before."""
+    """Return each token's sum over the steps that end at or after it, discounted from step to step, float64 [B, T]."""
     assert len(steps) == len(lengths)
     assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
     at_end_BT = torch.zeros(len(steps), max(lengths), dtype=torch.float64)

@@ -56,8 +56,7 @@ class Assignment:
         return taken, reduce(Scores.joined, scores_of).groups(order, size)
 
     def gather_tokens(self, value_BT: Tensor, trained: Rollout, rollout: Rollout) -> Tensor:
-        """Undo `scatter`: return numbers of the tokens of `rollout`, float32 [B, T], given those of `trained`, which
-        `scatter` made of it. Collective."""
+        """Undo `scatter`: return numbers of the tokens of `rollout`, given those of `trained`, [B, T]. Collective."""
         if not self.moves:
             return value_BT
         size, lengths, values = rollout.num_generations, trained.lengths, value_BT.cpu().numpy()

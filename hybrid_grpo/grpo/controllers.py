@@ -15,8 +15,7 @@ _MOST = 1.0
 
 
 class Controller:
-    """Adapts a coefficient after every step to the step's mean of a metric over all tokens, if there is a `target`.
-    `device` is that of the metric's values."""
+    """Adapts a coefficient after every step to the step's mean of a metric over all tokens, if there is a `target`."""
 
     def __init__(self, metric: str, target: float | None, device: torch.device) -> None:
         self._metric, self.target = metric, target

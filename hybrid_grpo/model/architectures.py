@@ -145,8 +145,7 @@ def _layers_are_given_keywords(tree: ast.Module) -> bool:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer of the text model. Gemma 4 has settings that differ by layer, which cannot
-    be read from the model's own configuration."""
+    """Return the configuration of each layer of the text model; Gemma 4 has settings that differ by layer."""
     text = config.get_text_config(decoder=True)
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
 

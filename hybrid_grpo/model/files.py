@@ -82,8 +82,7 @@ def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") ->
 
 
 def weight_files(folder: Path, start: str) -> Iterator[Path]:
-    """Yield the paths of the safetensors files that hold the weights of a folder. If one is missing, raises UserError
-    with a message that begins with `start`."""
+    """Yield the safetensors files of a folder. Raises UserError, which begins with `start`, if one is missing."""
     whole, index = (folder / file for file in SAFE)
     if whole.exists():
         yield whole

@@ -112,8 +112,7 @@ class View:
             self._bind(homes, whole[parameter])
 
     def _beside(self, whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Copy weights of the engine that are to be neighbors side by side, unless they are; return where those with
-        adapters are to be merged."""
+        """Copy weights that are to be neighbors side by side, unless they are; return where to merge adapted ones."""
         adapted = {adapter.linear.weight for adapter in self._adapters.values()}
         places: dict[Any, Tensor] = {}
         for group in self._together:

@@ -136,8 +136,7 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
 
 
 def plain_attention(config: Any, attn_implementation: str) -> str:
-    """Return the name of the transformers attention implementation that a setting selects for an architecture; raises
-    UserError if the architecture lacks it."""
+    """Return transformers' name of the attention that a setting selects; raises UserError if a model lacks it."""
     model = causal_lm(config)
     has_sdpa = model is None or model._supports_sdpa
     if attn_implementation in ("auto", "packed"):

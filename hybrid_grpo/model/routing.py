@@ -85,8 +85,7 @@ class routed(AbstractContextManager[None]):
 
 
 def recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a layer's forward and of its recomputation in backward, which is routed in the same way;
-    for `torch.utils.checkpoint`."""
+    """Return the contexts of a checkpointed layer's forward and of its recomputation, which is routed as that is."""
     return nullcontext(), routed(_routes.get(None))
 
 

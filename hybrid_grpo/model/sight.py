@@ -175,8 +175,7 @@ def reads_both_ways(config: Any) -> Literal["all", "windows"] | None:
 
 
 def image_token(config: Any) -> int | None:
-    """Return the token that stands for an embedding of a picture in a checkpoint's own prompts; None if its
-    configuration names none."""
+    """Return the token in the places of a picture in a checkpoint's own prompts; None if it names none."""
     named = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in named if isinstance(token, int)), None)
 

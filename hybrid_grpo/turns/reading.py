@@ -153,8 +153,7 @@ def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]],
 
 
 def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: int, begun: str) -> Reader:
-    """Return the reader of a format; `begun` is the beginning of the model's thinking if prompts end with it. Calls
-    within a thought are ignored."""
+    """Return the reader of a format, which ignores calls within a thought; prompts may begin one with `begun`."""
     functions = [schema["function"] for schema in schemas]
     tools = {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
 

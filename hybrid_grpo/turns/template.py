@@ -141,8 +141,7 @@ class TurnTemplate:
         return album.read(files, None, where, data, keep=False)
 
     def cut(self, message: Message, tokens: int, pictures: Sequence[Picture]) -> Message:
-        """Return the beginning of a message, with at most `tokens` tokens of text and pictures. If its pictures leave
-        no room, it becomes text that says so."""
+        """Return the beginning of a message, at most `tokens` tokens; text says so where pictures have no room."""
         shorten, content = partial(cut, self._tokenizer, self._text), message["content"]
         if isinstance(content, str):
             return {**message, "content": shorten(content, tokens)}

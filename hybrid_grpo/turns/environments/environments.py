@@ -131,8 +131,7 @@ class Environments:
                     )
 
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Opening]:
-        """Reset the environments of prompts, at most `_most` at a time, and wait for all. The number of failures is
-        printed, with the reason for the first one."""
+        """Reset the environments of prompts, at most `_most` at a time, and wait for all. Failures are printed."""
         free = threading.BoundedSemaphore(self._most)
         asked: list[Future[Reply] | None] = []
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -185,8 +184,7 @@ class Environments:
         return self._instances[trajectory.key]
 
     def _ask(self, instance: Instance, request: Mapping[str, Any], done: Callable[[Any], None]) -> None:
-        """Make a request. `done` is called with its result. If the request fails, the environment has failed too, and
-        `done` is called with None."""
+        """Make a request. `done` is called with its result, or None if it, and so the environment, has failed."""
         if instance.failure is not None:
             return done(None)
         start_s = time.perf_counter()

@@ -51,8 +51,7 @@ class EnvironmentEntry:
     """Always empty, since environments have no fixed arguments."""
 
     def load(self, name: str) -> EnvironmentProcess:
-        """Find the class of the entry, which messages call `name`, and its methods. Raises UserError if there is no
-        such class, or if it is not an environment."""
+        """Find the class of the entry, which messages call `name`; raises UserError if it is no environment."""
         place, setting = self.factory.rpartition(":")[0], f"{name} {self.factory}"
         factory: Any = import_object(self.factory, setting)
         kind = factory if inspect.isclass(factory) else type(_made(factory, setting))

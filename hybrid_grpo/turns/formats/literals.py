@@ -29,8 +29,7 @@ def _as_python(found: re.Match[str]) -> str:
 
 
 def _parsed(text: str) -> ast.expr:
-    """Parse an expression of Python, whose strings may have ends of lines and whose numbers zeros before them. Raise
-    ValueError if it is not one."""
+    """Parse an expression of Python, or raise ValueError. Strings may have ends of lines, and numbers begin with 0."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes
