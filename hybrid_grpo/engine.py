@@ -6,8 +6,7 @@ No other module imports deepspeed. Three hazards decide how it is used here:
   reads the weights through a view (model/gathered_weights.py).
 - `memory_efficient_linear` would replace `torch.nn.functional.linear` in the whole process, make decoding several times
   slower and round differently. It is off.
-- The engine averages gradients over ranks. Losses here are already divided by global counts, so `backward` multiplies
-  by the number of ranks.
+- The engine averages gradients over ranks. Losses are already divided by global counts, so `backward` undoes that.
 """
 
 import contextlib
@@ -112,17 +111,17 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
 def _compiling_late() -> Iterator[None]:
     """A context in which DeepSpeed's functions for torch.compile are compiled when they are first called. It imports
     Muon for every optimizer, and with Muon's functions torch's compiler, which takes two seconds."""
-    compiled = deepspeed.runtime.compiler.compile
-    deepspeed.runtime.compiler.compile = lambda: _compiled_late
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = functools.cache(lambda: torch.compile(function))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    before = deepspeed.runtime.compiler.compile
+    deepspeed.runtime.compiler.compile = lambda: late
     try:
         yield
     finally:
-        deepspeed.runtime.compiler.compile = compiled
-
-
-def _compiled_late(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = functools.cache(lambda: torch.compile(function))
-    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+        deepspeed.runtime.compiler.compile = before
 
 
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:

@@ -35,14 +35,13 @@ from hybrid_grpo.generation import (
 )
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.export import save_model, save_tokenizer
+from hybrid_grpo.model.export import Original, save_model, save_tokenizer
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.gathered_weights import meta_copy
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import described, replays
 from hybrid_grpo.model.sidecars import TokenRow
@@ -121,10 +120,6 @@ class Policy:
         self.reading = Reading(sight, replays(model, policy, paged=self.packs and decoder == "paged"))
         self.experts = described(model, self.reading.replays)
 
-    def budget(self, gradients: bool) -> int:
-        """Return the token budget of a micro-batch; see `token_budget`."""
-        return token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
-
     def step(self) -> StepResult:
         """Take one optimizer step. If the gradients are not finite, all ranks skip it and count it as skipped."""
         with record_function("stage/optimizer"):
@@ -183,8 +178,7 @@ class Policy:
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
         has; `given` is keyed by random stream (see `requests_of`). `resumed_from` has groups of an earlier step, by the
-        index of their prompts: open completions continue. `should_stop` is that of `generate`. Ranks enter and leave
-        together."""
+        index of their prompts: open completions continue. `should_stop` is that of `generate`. Collective."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         given, goes_on = dict(given or {}), dict[int, Completion]()
         for index, group in (resumed_from or {}).items():
@@ -226,7 +220,8 @@ class Policy:
     def micro_batches(self, rows: Sequence[TokenRow], *, gradients: bool = True, together: int = 1) -> list[MicroBatch]:
         """Split rows into micro-batches within `token_budget`, the same number on every rank. Rows of a group are not
         separated if `together` is its size; see `pack`. Collective."""
-        budget, device, share = self.budget(gradients), self.engine.device, self.config.shared_prefix
+        device, share = self.engine.device, self.config.shared_prefix
+        budget = token_budget(self.config, on_gpu=device.type != "cpu", gradients=gradients)
         if self.packs:
             return pack(rows, budget, device, share=share, reading=self.reading, together=together)
         return pad(rows, budget, device, reading=self.reading, together=together)
@@ -237,10 +232,7 @@ class Policy:
         return tuple(micro.unflatten(value_N) for value_N in self.engine(*micro.inputs, temperature, more))
 
     def accumulate_sft_gradient(
-        self,
-        prompt_ids: Sequence[list[int]],
-        completion_ids: Sequence[list[int]],
-        beat: Callable[[], None],
+        self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], beat: Callable[[], None]
     ) -> Iterator[tuple[Tensor, int]]:
         """Add the gradient of the mean cross-entropy of the completion tokens of all ranks, calling `beat` before each
         micro-batch. For each with rows, yield its mean cross-entropy in nats and its number of tokens. Collective."""

@@ -18,7 +18,7 @@ from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_adv
 from hybrid_grpo.grpo.balance import Assignment, assign
 from hybrid_grpo.grpo.baselines import path_variances
 from hybrid_grpo.grpo.controllers import EntropyController, KlController
-from hybrid_grpo.grpo.loss import learns_from_advantages_alone, micro_batch_loss
+from hybrid_grpo.grpo.loss import learns_from_advantages_alone, micro_batch_loss, reward_kl
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.grpo.selection import OldPolicy, select_tokens
@@ -250,12 +250,13 @@ class Trainer(Stage):
         return model.logprobs(batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature)
 
     def advantages(self, rollout: Rollout, scores: Scores, old: OldPolicy, ref_logp_BT: Tensor | None) -> Tensor:
-        """Return the advantages of tokens, float32 [B, T]: relative to their group, plus the terms of features.
-        Collective."""
+        """Return the advantages of tokens, float32 [B, T], in their group, plus the terms of features. Collective."""
         config, limit = self.config, self.config.rollout.max_completion_tokens
         beta, kl_BT = self.kl.beta, None
         if self.kl.in_reward:
-            kl_BT = self.kl.of_reward(old.logp_BT, ref_logp_BT, rollout.mask_BT)
+            assert old.logp_BT is not None and ref_logp_BT is not None
+            mask_BT = rollout.mask_BT.to(self.device)
+            kl_BT = reward_kl(old.logp_BT, ref_logp_BT, mask_BT, config.grpo.kl_estimator)
         found = self.features.advantages(Scored(rollout, scores, old.logp_BT))
         variance_BT: Tensor | None = None
         if old.logp_BT is not None and old.squares_BT is not None:

@@ -18,8 +18,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.chat_text import unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.picture import Picture, read_picture
-from hybrid_grpo.model.processors import load_processor, load_tower
-from hybrid_grpo.model.sight import VisionEncoder, image_token
+from hybrid_grpo.model.sight import VisionEncoder, image_token, load_processor, load_tower
 from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.model.visual_tokens import visual_tokens
 

@@ -117,19 +117,10 @@ def group_advantages(
     sum_over_ranks: Total = on_one_rank,
     weight_B: Tensor | None = None,
 ) -> Tensor:
-    """Return rewards relative to their group: (r - baseline) / scale, exactly 0 in a group with equal rewards.
+    """Return rewards relative to their group, (r - baseline) / scale (BASELINES, SCALES). Exactly 0 if all are equal.
 
-    Baseline `mean` is the group's mean (DeepSeekMath, arXiv:2402.03300, section 4.1.2), `leave_one_out` the mean of the
-    group's other completions (RLOO, arXiv:2402.14740), `length` the mean weighted by `weight_B`, the lengths (OPO,
-    arXiv:2505.23585), and `best_other` see BASELINES. Scale `mean` is the mean of the group's rewards (MaxRL,
-    arXiv:2602.02710), taken without their signs, so that none turns around. Scale `group` is std + 1e-4 with the
-    unbiased standard deviation of the group's rewards; `none` is 1 (Dr. GRPO, arXiv:2503.20783); `batch` is
-    std + 1e-4 with the unbiased standard deviation of r - baseline over all completions of all ranks, including groups
-    with equal rewards. With baseline `mean`, `batch` is REINFORCE++ with baseline (arXiv:2501.03262), whose second
-    centring, over the batch, changes nothing, since all groups are of one size. (TRL's `batch` divides by the deviation
-    of r itself.)
-
-    Applied to `normalized_rewards` with scale `batch`, this gives the advantages of GDPO.
+    With baseline `mean`, scale `batch` is REINFORCE++ with baseline (arXiv:2501.03262), whose second centring, over the
+    batch, changes nothing, since all groups are of one size. Of `normalized_rewards` it gives the advantages of GDPO.
 
     Args:
         reward_B: group after group; NaN for a completion without a reward, which counts neither in the mean nor in the
@@ -257,8 +248,7 @@ def reward_to_go_advantages(
 
 
 def _still_to_come(steps: Steps, lengths: list[int], discount: float) -> Tensor:
-    """Return, for every token, the sum over the steps that end at or after it, float64 [B, T]; each counts `discount`
-    times as much as the step before."""
+    """Return each token's sum over the steps that end at or after it, discounted from step to step, float64 [B, T]."""
     assert len(steps) == len(lengths)
     assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
     at_end_BT = torch.zeros(len(steps), max(lengths), dtype=torch.float64)

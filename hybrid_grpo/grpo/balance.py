@@ -7,17 +7,15 @@ in a step uses the groups on the ranks that sampled them, which are their homes.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Rollout, Scores
-
-T = TypeVar("T")
 
 _WORTH_MOVING = 0.97
 """Highest cost of the slowest rank, as a share of the cost without an exchange, at which groups move."""
@@ -43,8 +41,7 @@ class Assignment:
         return any(taker != home for home, takers in enumerate(self.target_rank_RP) for taker in takers)
 
     def scatter(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
-        """Return the groups that this rank trains on and their scores, ordered by minibatch, given those whose home it
-        is. Collective."""
+        """Return the groups that this rank trains on, and their scores, by minibatch, given its own. Collective."""
         if not self.moves:
             return rollout, scores
         size, sent = rollout.num_generations, []
@@ -58,28 +55,20 @@ class Assignment:
         taken = replace(reduce(Rollout.joined, rollouts).groups(order), minibatch_groups=counts)
         return taken, reduce(Scores.joined, scores_of).groups(order, size)
 
-    def gather(self, results: Sequence[T]) -> list[T]:
-        """Undo `scatter`: return the results, [P], of the groups whose home is this rank, given those of the groups
-        that it trained on. Collective."""
-        if not self.moves:
-            return list(results)
-        sent: list[list[T]] = [[] for _ in self.target_rank_RP]
-        # In order of minibatches; of one home, these groups are in order too.
-        for (_, home), result in zip(sorted(self.taken, key=lambda taken: taken[0]), results, strict=True):
-            sent[home].append(result)
-        found = list(map(iter, self.exchange(sent)))
-        return [next(found[taker]) for taker in self.target_rank_RP[self.rank]]
-
     def gather_tokens(self, value_BT: Tensor, trained: Rollout, rollout: Rollout) -> Tensor:
-        """Return numbers of the tokens of `rollout`, float32 [B, T], given those of `trained`, which `scatter` made of
-        it. Collective."""
+        """Undo `scatter`: return numbers of the tokens of `rollout`, given those of `trained`, [B, T]. Collective."""
         if not self.moves:
             return value_BT
         size, lengths, values = rollout.num_generations, trained.lengths, value_BT.cpu().numpy()
-        starts = range(0, len(lengths), size)
-        groups = self.gather([values[i : i + size, : max(lengths[i : i + size])] for i in starts])
+        sent: list[list[Any]] = [[] for _ in self.target_rank_RP]
+        # In order of minibatches; of one home, these groups are in order too.
+        for group, (_, home) in enumerate(sorted(self.taken, key=lambda taken: taken[0])):
+            rows = slice(group * size, (group + 1) * size)
+            sent[home].append(values[rows, : max(lengths[rows])])
+        found = list(map(iter, self.exchange(sent)))
         home_BT = torch.zeros(len(rollout.completions), max(rollout.lengths))
-        for group, value_GT in enumerate(groups):
+        for group, taker in enumerate(self.target_rank_RP[self.rank]):
+            value_GT = next(found[taker])
             home_BT[group * size : (group + 1) * size, : value_GT.shape[1]] = torch.from_numpy(value_GT)
         return home_BT
 

@@ -61,8 +61,9 @@ SCALES: dict[str, Callable[[Tensor, Tensor, Tensor, Total], Tensor]] = {
     "none": lambda value_PN, advantage_PN, applies_PN, _: torch.ones_like(advantage_PN[:, :1]),
 }
 """Functions of rewards, their distances to the baseline (0 where none applies) and where there is a reward, that return
-the divisor of these distances: the unbiased standard deviation + 1e-4 of the group's rewards, or of all distances; the
-mean of the group's |rewards|; or 1."""
+the divisor of these distances: the unbiased standard deviation + 1e-4 of the group's rewards, or of the distances on
+all ranks (TRL's `batch` takes that of rewards); the mean of the group's rewards (MaxRL, arXiv:2602.02710), without
+their signs, so that none turns around; or 1 (Dr. GRPO, arXiv:2503.20783)."""
 
 
 def _leave_one_out(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None) -> Tensor:
@@ -85,9 +86,9 @@ BASELINES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "best_other": _best_other,
 }
 """Functions of rewards, where there is one, and weights that return the distance of rewards to the baseline, which is
-the group's mean; the mean of the other rewards; the mean weighted by length, or by `path_variances`; or, for the best
-reward alone, the best of the others: the gradient of the group's best reward (arXiv:2503.19595). There, all other
-completions have advantage 0."""
+the mean of the group (DeepSeekMath, arXiv:2402.03300, section 4.1.2), or of its other rewards (RLOO, arXiv:2402.14740);
+the mean weighted by length (OPO, arXiv:2505.23585), or by `path_variances`; or, for the best reward alone, the best of
+the others: the gradient of the group's best reward (arXiv:2503.19595). There, the others have advantage 0."""
 
 
 def path_variances(logp_BT: Tensor, squares_BT: Tensor, mask_BT: Tensor) -> Tensor:

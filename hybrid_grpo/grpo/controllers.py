@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.grpo.baselines import Total
-from hybrid_grpo.grpo.loss import reward_kl
 
 _HORIZON = 10_000
 """Number of completions over which a KL that is off its target by 20 % or more changes beta by a fifth."""
@@ -17,8 +15,7 @@ _MOST = 1.0
 
 
 class Controller:
-    """Adapts a coefficient after every step to the step's mean of a metric over all tokens, if there is a `target`.
-    `device` is that of the metric's values."""
+    """Adapts a coefficient after every step to the step's mean of a metric over all tokens, if there is a `target`."""
 
     def __init__(self, metric: str, target: float | None, device: torch.device) -> None:
         self._metric, self.target = metric, target
@@ -50,14 +47,9 @@ class KlController(Controller):
     """
 
     def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
-        self.beta, self._grpo, self._rows = grpo.beta, grpo, rows
+        self.beta, self._rows = grpo.beta, rows
         self.in_reward = grpo.has_reference and grpo.kl_in == "reward"
         super().__init__("policy/kl", grpo.kl_target, device)
-
-    def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
-        """Return the KL of each token, float32 [B, T], if it is part of the reward. See `reward_kl`."""
-        assert old_logp_BT is not None and ref_logp_BT is not None
-        return reward_kl(old_logp_BT, ref_logp_BT, mask_BT.to(old_logp_BT.device), self._grpo.kl_estimator)
 
     def _adapt(self, mean: float, target: float) -> None:
         self.beta = adaptive_beta(self.beta, mean, target, _HORIZON, self._rows)

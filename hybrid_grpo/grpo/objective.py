@@ -13,8 +13,7 @@ from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.user_code import describe, import_object
 
 Objective = Callable[..., Tensor]
-"""It is called with the arguments of `policy_loss`, and with `grpo.whole_groups` with `group_b` (see `TrainBatch`), and
-returns the scalar loss."""
+"""Returns the scalar loss, given the arguments of `policy_loss` and, with `grpo.whole_groups`, `TrainBatch.group_b`."""
 
 
 def load_objective(grpo: GrpoConfig) -> Objective | None:

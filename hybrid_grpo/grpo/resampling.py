@@ -24,8 +24,7 @@ def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: i
 
 def candidates(open_slots: list[int], mine: list[int], each: int) -> tuple[list[int], list[int]]:
     """Deal `each` candidates to every open slot, in turns. Return the indices of this rank's candidates among all that
-    are drawn; and, for each of these, the group on this rank that it may replace. `mine` lists the slots of this rank's
-    groups."""
+    are drawn, and the group that each of these may replace; `mine` lists the slots of this rank's groups."""
     group_of = {slot: group for group, slot in enumerate(mine)}
     wanted = [number for number, slot in enumerate(open_slots * each) if slot in group_of]
     return wanted, [group_of[open_slots[number % len(open_slots)]] for number in wanted]

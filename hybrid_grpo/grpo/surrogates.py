@@ -42,8 +42,7 @@ passes the gradient to that token alone (GSPO-token: s_t = sg[s] policy_t / sg[p
 weight and advantage, this is the gradient of GSPO's own objective (eq. 5): each of its n tokens contributes 1 / n to s.
 
 `product` is the ratio of the completion's probabilities, exp(sum over tokens of log(policy / old)), as RLOO takes the
-completion for one action; with loss_type grpo, whose weight of a token is 1 / n, value and gradient are those of that
-ratio.
+completion for one action; with loss_type grpo (each token weighs 1 / n), value and gradient are those of that ratio.
 """
 
 
@@ -96,7 +95,8 @@ def _gmpo(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:
 def _dppo_tv(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:
     logp_bT = tokens.logp_bT.detach()
     moved_bT = logp_bT.exp() - (logp_bT - tokens.log_ratio_bT.detach()).exp()
-    return _within(ratio_bT, tokens, moved_bT < -grpo.epsilon_low, moved_bT > grpo.epsilon_high)
+    low_bT, high_bT = moved_bT < -grpo.epsilon_low, moved_bT > grpo.epsilon_high
+    return _cut(ratio_bT, tokens, low_bT & (tokens.advantages_bT < 0), high_bT & (tokens.advantages_bT > 0))
 
 
 def _dppo_kl(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:
@@ -105,20 +105,17 @@ def _dppo_kl(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:
     rest_bT, old_rest_bT = (torch.log(-torch.expm1(x.clamp(max=_MOST_LOGP))) for x in (logp_bT, old_bT))
     kl_bT = -old_bT.exp() * log_bT + old_rest_bT.exp() * (old_rest_bT - rest_bT)
     low_bT, high_bT = (log_bT < 0) & (kl_bT > grpo.epsilon_low), (log_bT > 0) & (kl_bT > grpo.epsilon_high)
-    return _within(ratio_bT, tokens, low_bT, high_bT)
-
-
-def _within(ratio_bT: Tensor, tokens: Tokens, low_bT: Tensor, high_bT: Tensor) -> Surrogate:
-    """Leave out tokens that have moved too far, if their advantage would move them further."""
-    low_bT, high_bT = low_bT & (tokens.advantages_bT < 0), high_bT & (tokens.advantages_bT > 0)
-    return torch.where(low_bT | high_bT, 0.0, ratio_bT * tokens.advantages_bT), low_bT, high_bT
+    return _cut(ratio_bT, tokens, low_bT & (tokens.advantages_bT < 0), high_bT & (tokens.advantages_bT > 0))
 
 
 def _band(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:
     low_bT, high_bT = ratio_bT < 1 - grpo.epsilon_low, ratio_bT > 1 + grpo.epsilon_high
-    teaches_bT = tokens.advantages_bT != 0
-    gain_bT = torch.where(low_bT | high_bT, 0.0, ratio_bT * tokens.advantages_bT)
-    return gain_bT, low_bT & teaches_bT, high_bT & teaches_bT
+    return _cut(ratio_bT, tokens, low_bT & (tokens.advantages_bT != 0), high_bT & (tokens.advantages_bT != 0))
+
+
+def _cut(ratio_bT: Tensor, tokens: Tokens, low_bT: Tensor, high_bT: Tensor) -> Surrogate:
+    """The ratio times the advantage, without the tokens that have moved too far."""
+    return torch.where(low_bT | high_bT, 0.0, ratio_bT * tokens.advantages_bT), low_bT, high_bT
 
 
 def _ratio(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:

@@ -12,7 +12,6 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from hybrid_grpo.config.errors import UserError
@@ -53,8 +52,8 @@ flash attention looks at positions."""
 _CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
 _STATE_CACHE_METHODS = {"get_conv_state", "get_recurrent_state", "is_recording_past", *STATE_METHODS}
 _CACHE_NAMES = {"past_key_value", "past_key_values", "cache"}
-_EXPANSIONS = {"self.expand_kv"}
-"""Methods that compute the keys and values of each token from what is cached for that token (DeepSeek-V2,
+_EXPANSION = "self.expand_kv"
+"""The method that computes the keys and values of each token from what is cached for that token (DeepSeek-V2,
 arXiv:2405.04434 section 2.1): its pages hold the result."""
 _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "self_attention_cache"}
 """Cache attributes of classes that can also attend to an encoder; models with an encoder are refused."""
@@ -89,32 +88,30 @@ def undecodable(config: Any) -> str | None:
 
 def unsupported(config: Any) -> str | None:
     """Return why the decode loop and packed training cannot run an architecture exactly; None if they can."""
-    return undecodable(config) or next(_reasons(config), None)
-
-
-def _reasons(config: Any) -> Iterator[str]:
+    if reason := undecodable(config):
+        return reason
     model, text = text_class(config), config.get_text_config(decoder=True)
     layers = getattr(text, "layer_types", None) or []
     source = _source(model)
     if odd := sorted(set(layers) - _LAYER_KINDS - _STATE_KINDS - _NO_MIXER_KINDS):
-        yield f"it has layers of kind {', '.join(odd)}"
+        return f"it has layers of kind {', '.join(odd)}"
     if layers and set(layers) <= _LAYER_KINDS:
         has_state = False
     else:
         has_state = any(f".{method}(" in source for method in STATE_METHODS)
         if model._is_stateful and not has_state:
-            yield "its layers keep a state beside keys and values"
-    if has_state:
-        yield from _reasons_in_states(source)
+            return "its layers keep a state beside keys and values"
+    if has_state and (reason := _reason_in_states(source)):
+        return reason
     # Classes with states do not claim it, whatever their attention does; their calls are looked at below.
     if not model._supports_attention_backend and not has_state:
-        yield "it does not route attention through transformers' attention interface"
+        return "it does not route attention through transformers' attention interface"
     window = "sliding_attention" in layers or (not layers and getattr(text, "sliding_window", None))
-    yield from _found_in_source(source, bool(window), has_state)
+    return _reason_in_source(source, bool(window), has_state)
 
 
-def _reasons_in_states(text: str) -> Iterator[str]:
-    """Yield why layers with a state cannot run packed rows: only the functions of `model.states` can be divided."""
+def _reason_in_states(text: str) -> str | None:
+    """Return why layers with a state cannot run packed rows: only the functions of `model.states` can be divided."""
     tree = ast.parse(text)
     for node in tree.body:
         if not isinstance(node, ast.ClassDef):
@@ -127,11 +124,12 @@ def _reasons_in_states(text: str) -> Iterator[str]:
             if isinstance(call.func, ast.Name) and any(w.arg is None for w in call.keywords)
         }
         if "update_conv_state" in methods and "causal_conv1d_fn" not in passed:
-            yield "its convolutions cannot be divided into sequences"
+            return "its convolutions cannot be divided into sequences"
         called = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
         of_layer = RECURRENCE_OF_LAYER in called and _layers_are_given_keywords(tree)
         if "update_recurrent_state" in methods and not (passed & RECURRENCES or of_layer):
-            yield "its recurrence cannot begin from a state"
+            return "its recurrence cannot begin from a state"
+    return None
 
 
 def _layers_are_given_keywords(tree: ast.Module) -> bool:
@@ -147,8 +145,7 @@ def _layers_are_given_keywords(tree: ast.Module) -> bool:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer of the text model. Gemma 4 has settings that differ by layer, which cannot
-    be read from the model's own configuration."""
+    """Return the configuration of each layer of the text model; Gemma 4 has settings that differ by layer."""
     text = config.get_text_config(decoder=True)
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
 
@@ -178,18 +175,14 @@ def _attentions(tree: ast.Module) -> list[_Attention]:
     return [
         _Attention(node, call)
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
+        if isinstance(node, ast.FunctionDef) and any(_is_result(each, ".update") for each in _assignments(node))
         for call in ast.walk(node)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
     ]
 
 
 @functools.cache  # a start asks several times
-def _found_in_source(text: str, has_windows: bool, has_state: bool) -> tuple[str, ...]:
-    return tuple(_reasons_in_source(text, has_windows, has_state))
-
-
-def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterator[str]:
+def _reason_in_source(text: str, has_windows: bool, has_state: bool) -> str | None:
     tree = ast.parse(text)
     nodes, attentions = list(ast.walk(tree)), _attentions(tree)
     options = {word for attention in attentions for word in attention.options}
@@ -205,23 +198,24 @@ def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterato
         for node in nodes
     )
     if has_windows and "sliding_window" not in options:
-        yield "its attention has windows that only its masks know"
+        return "its attention has windows that only its masks know"
     if "self.is_decoder" in text:
-        yield "it is made for encoding"
+        return "it is made for encoding"
     if not attentions and not has_state:
-        yield "its attention was not found in its source"
+        return "its attention was not found in its source"
     if more := sorted(options - _ATTENTION_OPTIONS):
-        yield f"its attention needs {', '.join(more)}"
+        return f"its attention needs {', '.join(more)}"
     if "cross_attention_cache" in methods:
         methods -= _CROSS_ATTENTION_METHODS
     if more := sorted(methods - _CACHE_METHODS - _STATE_CACHE_METHODS):
-        yield f"it has a cache of its own ({', '.join(more)})"
+        return f"it has a cache of its own ({', '.join(more)})"
     if any(attention.mask not in ("attention_mask", "causal_mask") for attention in attentions):
-        yield "its attention makes a mask of its own"
+        return "its attention makes a mask of its own"
     if not all(attention.is_over_the_cache for attention in attentions):
-        yield "it attends to keys and values other than those it caches"
+        return "it attends to keys and values other than those it caches"
     if keeps_keywords:
-        yield "its layers pass no keywords to their attention"
+        return "its layers pass no keywords to their attention"
+    return None
 
 
 class _Attention:
@@ -241,15 +235,11 @@ def _assignments(function: ast.FunctionDef) -> list[ast.Assign]:
     return sorted(nodes, key=lambda node: node.lineno)
 
 
-def _is_update(node: ast.Assign) -> bool:
-    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".update")
+def _is_result(node: ast.Assign, method: str) -> bool:
+    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(method)
 
 
 def _is_last_set_by_cache(name: str, assignments: list[ast.Assign]) -> bool:
     # The target of an assignment is `key`, or `key, value`.
     setting = [node for node in assignments if name in ast.unparse(node.targets[0]).strip("()").split(", ")]
-    return bool(setting) and (_is_update(setting[-1]) or _is_expansion(setting[-1]))
-
-
-def _is_expansion(node: ast.Assign) -> bool:
-    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in _EXPANSIONS
+    return bool(setting) and (_is_result(setting[-1], ".update") or _is_result(setting[-1], _EXPANSION))

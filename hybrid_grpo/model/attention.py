@@ -12,7 +12,7 @@ the sum over its completions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 
-from hybrid_grpo.model.blocks import Blocks
+from hybrid_grpo.model.blocks import Blocks, Spans
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.attention import SegmentAttention, sink_gradient
 from hybrid_grpo.model.kernels.build import usable
@@ -137,29 +137,21 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def varlen_kernel() -> Callable[..., Any]:
-    """Return torch's kernel for sequences of different lengths. Its module takes seconds to import."""
-    from torch.nn.attention.varlen import varlen_attn
+def varlen() -> Any:
+    """Return torch's module for sequences of different lengths, which takes seconds to import."""
+    from torch.nn.attention import varlen
 
-    return varlen_attn
-
-
-def log_sum_exp() -> Any:
-    """Return what makes torch's kernel return the log-sum-exp of each query's logits too."""
-    from torch.nn.attention.varlen import AuxRequest
-
-    return AuxRequest(lse=True)
+    return varlen
 
 
 def varlen_backward() -> Callable[..., Any]:
-    """Return the backward pass of torch's kernel."""
-    varlen_kernel()  # its module registers the operator
+    """Return the backward pass of torch's kernel, an operator that its module registers."""
     return torch.ops.torch_attn._varlen_attn_backward
 
 
 def varlen_takes(*options: str) -> bool:
     """Whether torch's kernel has these options; older versions have fewer."""
-    return _parameters(varlen_kernel()).issuperset(options)
+    return _parameters(varlen().varlen_attn).issuperset(options)
 
 
 @cache
@@ -171,16 +163,12 @@ def has_ragged_kernel(query: Tensor, softcap: float, has_sinks: bool) -> bool:
     """Whether there is a GPU kernel for `ragged_attention`."""
     if has_sinks:
         return not softcap and _is_right(_varlen, query, "torch's varlen_attn for attention sinks", has_sinks=True)
-    return has_flash(query) or (not softcap and _has_varlen(query))
+    return has_flash(query) or (not softcap and _is_right(_varlen, query, "torch's varlen_attn"))
 
 
 def has_flash(x: Tensor) -> bool:
     """Whether flash-attn is installed and correct for tensors like `x` [..., head_dim]; if so, it is preferred."""
     return flash_attn_varlen_func is not None and _is_right(_flash, x, "flash-attn")
-
-
-def _has_varlen(x: Tensor) -> bool:
-    return _is_right(_varlen, x, "torch's varlen_attn")
 
 
 def _is_right(kernel: Kernel, x: Tensor, name: str, *, has_sinks: bool = False) -> bool:
@@ -221,7 +209,7 @@ def _varlen(inputs: tuple[Any, ...], options: Options) -> Tensor:
     if sinks is not None:
         out: Tensor = _VarlenWithSinks.apply(*inputs, scale, window, sinks)
         return out
-    return varlen_kernel()(*inputs, **_varlen_options(scale, window))
+    return varlen().varlen_attn(*inputs, **_varlen_options(scale, window))
 
 
 def _varlen_options(scale: float, window: int) -> dict[str, Any]:
@@ -245,7 +233,8 @@ class _VarlenWithSinks(torch.autograd.Function):
         *ragged, scale, window, sinks = args
         ctx.ragged, options = ragged, _varlen_options(scale, window)
         ctx.scale, ctx.window = scale, options["window_size"]
-        out, lse_HN = varlen_kernel()(query, key, value, *ragged, return_aux=log_sum_exp(), **options)
+        aux = varlen().AuxRequest(lse=True)
+        out, lse_HN = varlen().varlen_attn(query, key, value, *ragged, return_aux=aux, **options)
         out = with_sinks(out, lse_HN.T, sinks)
         lse_HN = torch.logaddexp(lse_HN, sinks.float()[:, None])
         ctx.save_for_backward(query, key, value, out, lse_HN, sinks)
@@ -305,13 +294,7 @@ class Segments:
         blocks: tokens that also attend to later ones.
     """
 
-    def __init__(
-        self,
-        own: Sequence[tuple[int, int]],
-        prefix: Sequence[tuple[int, int]],
-        device: torch.device,
-        blocks: Blocks | None = None,
-    ) -> None:
+    def __init__(self, own: Spans, prefix: Spans, device: torch.device, blocks: Blocks | None = None) -> None:
         self._blocks = blocks
         self._own, self._prefix, self._device = list(own), list(prefix), device
         if on_gpu(device):

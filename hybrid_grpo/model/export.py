@@ -1,37 +1,130 @@
-"""Writes a model and its tokenizer to a folder in Hugging Face format."""
+"""Writes a model and its tokenizer to a folder in Hugging Face format.
+
+Of a text model without its towers, an export is the checkpoint that it is from, with the trained weights in it.
+"""
 
 import shutil
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from hybrid_grpo.model.original import Original
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.files import SAFE, shapes_in_files, weight_files
+from hybrid_grpo.model.towers import outside_deepspeed
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+"""How files end that hold weights, or say where weights are. Copies in other formats would not be the trained ones."""
+_COPIED = ("*", "additional_chat_templates/*")
+"""Which files belong to a checkpoint, unless they hold weights."""
+
+
+class Original:
+    """The checkpoint of `model`, which `loader` made, in the folder or hub repository `name`.
+
+    Raises UserError if a trained weight could not be written back under the name that it has there.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._start = f"policy.model {name}"
+        self._folder = _folder(name, self._start)
+        files = self._files()
+        # Only reading the names of the weights shows which renamings the files need.
+        with outside_deepspeed():
+            config = deepcopy(model.config)
+            self._like = type(model).from_pretrained(self._folder, config=config, dtype=model.dtype, device_map="meta")
+        tied = self._like.all_tied_weights_keys
+        own = {name: tensor for name, tensor in self._like.state_dict().items() if name not in tied}
+        known = {name: shape for file in files for name, shape in _shapes(file).items()}
+        trained = self._reverted(own)
+        wrong = [name for name in sorted(trained) if known.get(name) not in (None, *shapes_in_files(trained[name]))]
+        absent = sorted(trained.keys() - known.keys()) + wrong
+        refuse(
+            bool(absent),
+            f"{self._start}: {len(absent)} of its weights would get other names or shapes when they are exported,"
+            f" {', '.join(absent[:3])} among them: save it again with this version of transformers (save_pretrained)",
+        )
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the checkpoint to a folder, with the weights of `state` in place of its own, in their names, dtypes and
+        files. Everything else is copied. Raises UserError if the checkpoint is gone."""
+        trained = self._reverted(dict(state))
+        files = self._files()
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                for name in tensors.keys() & trained.keys():
+                    # transformers transposes experts when it loads them, but not back.
+                    same = trained[name].shape == tensors[name].shape
+                    weight = (trained[name] if same else trained[name].mT).contiguous()
+                    # A copy, since tied weights share their memory.
+                    tensors[name] = weight.to(tensors[name].dtype, copy=True)
+                save_file(tensors, folder / file.name, metadata=opened.metadata())
+        for source in (path for pattern in _COPIED for path in self._folder.glob(pattern)):
+            holds_weights = source.name != SAFE[1] and source.name.endswith(_WEIGHTS)
+            if source.is_file() and not holds_weights and not source.name.startswith("."):
+                target = folder / source.relative_to(self._folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, target)
+
+    def _reverted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the trained weights under their names in the files, given those of the text model."""
+        return dict(revert_weight_conversion(self._like, state))
+
+    def _files(self) -> list[Path]:
+        refuse(
+            not self._folder.is_dir(),
+            f"{self._start}: the folder {self._folder} is gone, from which an export copies the model's tower: put it"
+            " back",
+        )
+        refuse(
+            not any((self._folder / file).exists() for file in SAFE),
+            f"{self._start} has pickled weights, in which an export cannot exchange some for the trained ones: save"
+            " them as safetensors (save_pretrained does)",
+        )
+        return list(weight_files(self._folder, self._start))
+
+
+def _folder(name: str, start: str) -> Path:
+    """Return the folder of a checkpoint; of one on the hub, that in the cache, where its weights are already."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, ignore_patterns=[f"*{end}" for end in _WEIGHTS]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{start}: its files for pictures do not load from the hub: {error}: download it") from error
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    with safe_open(file, framework="pt") as opened:
+        return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
 def save_model(view: Any, folder: Path, config: Any, dtype: str, original: Original | None) -> None:
     """Write unsharded weights and their configuration; if the model is a part of the checkpoint `original`, write this
     checkpoint, which has its own configuration."""
-    state = _untangled(view.state_dict())
+    # Gathered weights are slices of one buffer; tied weights stay tied.
+    copies: dict[int, Tensor] = {}
+    state = {
+        name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
+        for name, tensor in view.state_dict().items()
+    }
     if original is not None:
         original.export(state, folder)
         return
     view.save_pretrained(folder, state_dict=state)
     config.dtype = getattr(torch, dtype)
     config.save_pretrained(folder)
-
-
-def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Gathered weights are slices of one buffer; tied weights stay tied.
-    copies: dict[int, Tensor] = {}
-    return {
-        name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
-        for name, tensor in state.items()
-    }
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

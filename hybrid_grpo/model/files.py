@@ -1,10 +1,9 @@
 """Checks the weights in a model folder against its configuration, reading only the headers of the weight files.
 
-Models that are still on the hub are checked when they load.
+What is missing or left over is found when weights load, and so is everything else about models on the hub.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model.gguf import files_of
-from hybrid_grpo.model.loading import LAYER, first_line
+from hybrid_grpo.model.loading import first_line
 from hybrid_grpo.model.towers import loader
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
@@ -64,12 +63,10 @@ def check_files(
             f" {asked[weight][0]}:"
             " take the config.json that belongs to the weights",
         )
-    _check_layers(shapes, model, start)
 
 
 def shapes_in_files(tensor: Tensor) -> list[list[int]]:
-    """Return the shapes that a weight may have in its files: its own, and that of experts which transformers transposes
-    when it loads them."""
+    """Return the shapes that a weight may have in its files: transformers transposes some experts as it loads them."""
     return [list(tensor.shape)] + ([list(tensor.mT.shape)] if tensor.dim() == 3 else [])
 
 
@@ -84,34 +81,8 @@ def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") ->
     )
 
 
-def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
-    """Raise UserError if the files have fewer layers than the configuration, or more, which would be dropped
-    silently."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    numbers = {
-        int(found[1]): weight
-        for weight in sorted(shapes)
-        if (found := LAYER.search(weight)) and not any(re.search(pattern, weight) for pattern in ignored)
-    }
-    # Layers that predict further tokens are numbered after the model's own, and are not trained.
-    end = layers + (getattr(model.config, "num_nextn_predict_layers", 0) or 0)
-    for number, weight in numbers.items():
-        refuse(
-            number >= end,
-            f"{start}: its files have {weight}, and config.json has num_hidden_layers {layers}, so that layers would be"
-            " cut off: take the config.json that belongs to the weights",
-        )
-    refuse(
-        bool(numbers) and max(numbers) + 1 < layers,
-        f"{start}: its files end with layer {max(numbers, default=0)}, and config.json has num_hidden_layers {layers}:"
-        " take the config.json that belongs to the weights",
-    )
-
-
 def weight_files(folder: Path, start: str) -> Iterator[Path]:
-    """Yield the paths of the safetensors files that hold the weights of a folder. If one is missing, raises UserError
-    with a message that begins with `start`."""
+    """Yield the safetensors files of a folder. Raises UserError, which begins with `start`, if one is missing."""
     whole, index = (folder / file for file in SAFE)
     if whole.exists():
         yield whole

@@ -49,7 +49,7 @@ class Cost:
         """Return the cost of a token for a transformers model, sharded or not."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         apart = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        apart |= set() if head is None else {id(head.weight)}
+        apart.add(id(head.weight))
         experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts")
         used = _first(config, "num_experts_per_tok")
         body = body_trained = 0.0
@@ -60,9 +60,10 @@ class Cost:
             count = prod(shape) * (used / experts if experts and used and _EXPERTS.search(name) else 1)
             body += count
             body_trained += count * parameter.requires_grad
-        of_head = 0 if head is None else prod(getattr(head.weight, "ds_shape", head.weight.shape))
-        trained = of_head if head is not None and head.weight.requires_grad else 0
-        return cls(body, body_trained, of_head, trained, _width(model.config), _layers(config))
+        of_head = prod(getattr(head.weight, "ds_shape", head.weight.shape))
+        widths = list(map(_width, layer_configs(model.config)))
+        trained = of_head * head.weight.requires_grad
+        return cls(body, body_trained, of_head, trained, sum(widths) // len(widths), _layers(config))
 
     def forward(self, tokens: ArrayLike, context: ArrayLike, scored: ArrayLike) -> Floats:
         """Return the operations of a forward pass."""
@@ -82,11 +83,6 @@ class Cost:
 
 
 def _width(config: Any) -> int:
-    layers = layer_configs(config)
-    return sum(map(_width_of_layer, layers)) // len(layers)
-
-
-def _width_of_layer(config: Any) -> int:
     heads = _first(config, "num_attention_heads")
     if not heads:
         return 0

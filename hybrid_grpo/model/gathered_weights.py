@@ -24,8 +24,7 @@ TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return contiguous neighbors in memory, [rows, ...] each, as one tensor without a copy; None if they are not
-    neighbors."""
+    """Return neighbors in memory, [rows, ...] each, as one tensor without a copy; None if they are not neighbors."""
     first = parts[0]
     for before, part in pairwise(parts):
         same = before.untyped_storage()._cdata == part.untyped_storage()._cdata
@@ -113,8 +112,7 @@ class View:
             self._bind(homes, whole[parameter])
 
     def _beside(self, whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Copy weights of the engine that are to be neighbors side by side, unless they are; return where those with
-        adapters are to be merged."""
+        """Copy weights that are to be neighbors side by side, unless they are; return where to merge adapted ones."""
         adapted = {adapter.linear.weight for adapter in self._adapters.values()}
         places: dict[Any, Tensor] = {}
         for group in self._together:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 
 def caches_latents(module: nn.Module) -> bool:
-    """Whether a layer expands keys and values from latents by one product (DeepSeek-V2, arXiv:2405.04434 section
-    2.1)."""
+    """Whether a layer expands keys and values from latents by one product (DeepSeek-V2, arXiv:2405.04434)."""
     product = getattr(module, "kv_b_proj", None)
     return hasattr(module, "expand_kv") and type(product) is nn.Linear and product.bias is None
 

@@ -59,7 +59,11 @@ def fuse(model: Any, device: torch.device | None) -> None:
         if "forward" not in module.__dict__ and (forward := _fused(module, right)) is not None:
             module.forward = forward
     for layer in model.modules():
-        if is_residual_layer(layer) and all(_is_normed(norm) for norm in _norms(layer)):
+        if (
+            is_residual_layer(layer)
+            and _is_normed(layer.input_layernorm)
+            and _is_normed(layer.post_attention_layernorm)
+        ):
             layer.__class__ = _with_residuals(layer.__class__)
 
 
@@ -254,10 +258,6 @@ def is_residual_layer(layer: Any) -> bool:
         return False
     own, ours = calls
     return all(ours.get(name) is value for name, value in own.items())
-
-
-def _norms(layer: Any) -> tuple[Any, Any]:
-    return layer.input_layernorm, layer.post_attention_layernorm
 
 
 def _is_normed(module: Any) -> bool:

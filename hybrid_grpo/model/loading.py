@@ -24,10 +24,10 @@ from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.distributed.ranks import all_gather_objects, rank
 from hybrid_grpo.model import hub
-from hybrid_grpo.model.adapter_files import changes
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.gguf import files_of
+from hybrid_grpo.model.lora import changes
 from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed
 
@@ -37,7 +37,7 @@ transformers_logging.disable_progress_bar()
 _OTHER_CONFIG = "take the config.json that belongs to the weights"
 _RESAVE = "or save the model without them (save_pretrained)"
 _NO_TOKENIZER = "has no tokenizer: save the model's tokenizer in the same folder (tokenizer.save_pretrained)"
-LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 """Finds the number of a layer in the name of a weight."""
 
 
@@ -136,8 +136,7 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
 
 
 def plain_attention(config: Any, attn_implementation: str) -> str:
-    """Return the name of the transformers attention implementation that a setting selects for an architecture; raises
-    UserError if the architecture lacks it."""
+    """Return transformers' name of the attention that a setting selects; raises UserError if a model lacks it."""
     model = causal_lm(config)
     has_sdpa = model is None or model._supports_sdpa
     if attn_implementation in ("auto", "packed"):
@@ -167,8 +166,7 @@ def training_attention(policy: PolicyConfig, config: Any = None) -> str:
 
 
 def without_dropout(config: Any) -> Any:
-    """Set every dropout of a configuration and of its sections, and the noise on the input of experts, to 0, in place,
-    and return it."""
+    """Set all dropout of a configuration and its sections, and noise on inputs of experts, to 0 in place; return it."""
     for field, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
             without_dropout(value)
@@ -259,7 +257,7 @@ def _left_out(model: Any, unexpected: Collection[str]) -> set[str]:
         name
         for name in unexpected
         if (model.get_output_embeddings() is not None or name.startswith(f"{model.base_model_prefix}."))
-        and not ((layer := LAYER.search(name)) and int(layer[1]) in beyond)
+        and not ((layer := _LAYER.search(name)) and int(layer[1]) in beyond)
     }
 
 
@@ -274,8 +272,8 @@ def _refuse_broken_weights(model: Any, start: str) -> None:
 
 
 def _refuse_changes(model: Any, start: str) -> None:
-    """Raise UserError if the loaded model is not what its class builds from its config.json: if weights would not train
-    that do, if weights are untied that it ties, or if a buffer that it computes differs.
+    """Raise UserError if the loaded model is not what its class builds from its config.json: if weights are untied that
+    it ties, or if a buffer that it computes differs.
 
     `zero.Init` casts the results of tensor constructors. Rotary frequencies in bfloat16 are off by a radian at
     position 1,000, and no metric shows it: sampling and training share them, but the exported model has exact ones.
@@ -288,14 +286,7 @@ def _refuse_changes(model: Any, start: str) -> None:
             built = type(model)(deepcopy(model.config))
     finally:
         torch.set_default_dtype(before)
-    trained = {name for name, parameter in built.named_parameters() if parameter.requires_grad}
-    frozen = trained & {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    refuse(
-        bool(frozen),
-        f"{start}: {len(frozen)} of its weights would not be trained (requires_grad is off), {_first(frozen)} among"
-        " them: update transformers",
-    )
-    untied = _tied(built) - _tied(model)
+    untied = built.all_tied_weights_keys.keys() - model.all_tied_weights_keys.keys()
     refuse(
         bool(untied),
         f"{start}: config.json ties {_first(untied)} to the embedding, and the files hold different values for both:"
@@ -315,10 +306,6 @@ def _refuse_changes(model: Any, start: str) -> None:
                 " class), so the exported model would not be the trained one: update transformers and deepspeed, or"
                 " lower the ZeRO stage"
             )
-
-
-def _tied(model: Any) -> set[str]:
-    return set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _held(parameter: Any) -> Tensor:

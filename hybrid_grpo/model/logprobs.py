@@ -231,8 +231,7 @@ def squared_probabilities(
 
 
 class LogprobModel(nn.Module):
-    """A causal language model whose forward returns log-probabilities and entropies of given tokens, over the first
-    `vocabulary` of its ids (default: all).
+    """A causal language model whose forward returns log-probabilities and entropies, over its first `vocabulary` ids.
 
     The output head computes them. Only the forward of this instance's head is replaced, so that an engine's hooks
     around it, which gather its weight under ZeRO-3, still run.

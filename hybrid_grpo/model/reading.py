@@ -51,8 +51,7 @@ class Reading:
         return self.positions(tokens)[1] - len(tokens)
 
     def blocks(self, tokens: Sequence[int]) -> Blocks | None:
-        """Return the runs of picture tokens in a row that attend to themselves in both directions; None if there are
-        none."""
+        """Return the runs of picture tokens that attend to themselves in both directions; None if there are none."""
         if self.sight is None or self.sight.both_ways is None:
             return None
         is_seen = np.array(tokens, dtype=np.int64) < 0
@@ -83,8 +82,7 @@ TEXT = Reading()
 
 
 def joined_positions(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the positions of several texts, [axes, tokens] each, in one row: [1, tokens] if all have one axis, else
-    [axes, 1, tokens]."""
+    """Join positions of texts, [axes, tokens] each, to [axes, 1, tokens], or [1, tokens] if all have one axis."""
     axes = max(map(len, parts))
     joined = np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in parts], axis=1)
     return joined if axes == 1 else joined[:, None]

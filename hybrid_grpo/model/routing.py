@@ -85,8 +85,7 @@ class routed(AbstractContextManager[None]):
 
 
 def recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a layer's forward and of its recomputation in backward, which is routed in the same way;
-    for `torch.utils.checkpoint`."""
+    """Return the contexts of a checkpointed layer's forward and of its recomputation, which is routed as that is."""
     return nullcontext(), routed(_routes.get(None))
 
 
@@ -100,16 +99,13 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk) or not self._chooses(args[0], found.indices):
+        if func not in (torch.topk, torch.Tensor.topk):
             return found
-        chosen = self._routes.route(self._layer, found.indices, args[0].shape[-1])
-        if chosen is found.indices:
-            return found
-        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
-
-    def _chooses(self, scores: Tensor, indices: Tensor) -> bool:
-        """Whether this is the choice of experts rather than of groups, or of the best experts in each group."""
-        return scores.dim() == 2 and indices.shape[-1] == self._k and scores.shape[-1] != self._groups
+        scores, indices = args[0], found.indices
+        # Not the choice of groups, or of the best experts in each group.
+        chooses = scores.dim() == 2 and indices.shape[-1] == self._k and scores.shape[-1] != self._groups
+        chosen = self._routes.route(self._layer, indices, scores.shape[-1]) if chooses else indices
+        return found if chosen is indices else torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
 def install_routers(model: Any) -> int:
@@ -162,8 +158,7 @@ def _forward(router: Any, layer: int, forward: Callable[..., Any], *args: Any, *
 
 @functools.cache
 def _routers_in(module: str) -> frozenset[str]:
-    """Return the names of the classes in a module of transformers that choose experts, and nothing else but groups of
-    them, by `topk`."""
+    """Return the names of a module's classes that choose nothing but experts, or groups of them, by `topk`."""
     source = inspect.getsource(sys.modules[module]) if module.startswith("transformers.models.") else ""
     classes = ast.parse(source).body if "topk(" in source else []
     return frozenset(each.name for each in classes if isinstance(each, ast.ClassDef) and _chooses_experts(each))

@@ -68,11 +68,8 @@ class Runs:
     def _tokens_back(self, back: int, before: int) -> Selection:
         """Select, for each token, the one `back` tokens earlier in its sequence, which may be in its parent, or among
         the `before` tokens that came before it; else the row of zeros at the end."""
-        if (back, before) not in self._back:
-            self._back[back, before] = self._select_back(back, before)
-        return self._back[back, before]
-
-    def _select_back(self, back: int, before: int) -> Selection:
+        if (back, before) in self._back:
+            return self._back[back, before]
         total = sum(length for _, length in self.own)
         zero = total + before * len(self.own)
         index = np.arange(total) - back
@@ -84,11 +81,11 @@ class Runs:
                     index[start + at] = total + (number + 1) * before - short
                 elif parent >= 0 and short <= self.own[parent][1]:
                     index[start + at] = sum(self.own[parent]) - short
-        return Selection(index, self.device)
+        self._back[back, before] = found = Selection(index, self.device)
+        return found
 
     def last(self, x_SC: Tensor, kernel: int, before: Tensor | None) -> Tensor:
-        """Return the last `kernel` tokens of each sequence, [sequences, kernel, C], with those `before` it or zeros in
-        front."""
+        """Return the last `kernel` tokens of each sequence, with those `before` or zeros, [sequences, kernel, C]."""
         pads = x_SC.new_zeros(len(self.own), kernel, x_SC.shape[1]) if before is None else before.to(x_SC.dtype)
         parts = [
             torch.cat([pad, x_SC[start + max(0, length - kernel) : start + length]])[-kernel:]
@@ -156,7 +153,12 @@ class _Bucket:
         self.numbers = torch.tensor(members, device=runs.device)
         roots = {number: at for at, number in enumerate(n for n, parent in enumerate(runs.parent) if parent < 0)}
         self._parents = [roots[runs.parent[number]] for number in members if runs.parent[number] >= 0]
-        self._runs = runs
+        self._device = runs.device
+
+    @cached_property
+    def parents(self) -> Selection:
+        """Select the final state of each member's parent."""
+        return Selection(np.array(self._parents), self._device)
 
     def padded(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the bucket's tokens of packed inputs, [members, width, ...], with zeros where there are none."""
@@ -164,14 +166,6 @@ class _Bucket:
             self._tokens(torch.cat([x, x.new_zeros(1, *x.shape[1:])])).unflatten(0, (len(self.members), self.width))
             for x in inputs
         )
-
-    def parents(self, final: Tensor) -> Tensor:
-        """Return the final state of each member's parent."""
-        return self._from_parents(final)
-
-    @cached_property
-    def _from_parents(self) -> Selection:
-        return Selection(np.array(self._parents), self._runs.device)
 
 
 def _buckets(runs: Runs, numbers: list[int]) -> list[_Bucket]:

@@ -4,10 +4,12 @@ A prompt carries pictures by reference. In the places that the model's processor
 (`visual_tokens`), each of which holds the picture's key and the number of one of its embeddings. So the same prompt is
 the same list of numbers on every rank, in sampling and in training, in the journal and in checkpoints; the pictures
 themselves stay where they were read from. `towers.text_forward` puts the embeddings in the places of these numbers.
+The checkpoint's processor says how pictures enter a prompt.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.model.towers import has_tower
+from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.gguf import files_of
+from hybrid_grpo.model.loading import first_line, load_config, load_weights, without_dropout
+from hybrid_grpo.model.towers import has_tower, outside_deepspeed, tower_class
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import key_of, keys_of
 
@@ -107,20 +112,17 @@ class VisionEncoder:
 
     def _extent(self, grid: Tensor | None, count: int) -> _Extent:
         """Return the positions of a picture of `count` tokens, by transformers' own rule for the model."""
-        key = (count, *(grid.flatten().tolist() if grid is not None and self.axes > 1 else ()))
-        if key not in self._by_grid:
-            self._by_grid[key] = self._new_extent(grid, count)
-        return self._by_grid[key]
-
-    def _new_extent(self, grid: Tensor | None, count: int) -> _Extent:
         if self.axes == 1 or grid is None:
             return _Extent(np.arange(count)[None], count)
-        assert self._token is not None, "an album takes no picture without it"
-        ids = torch.full((1, count + 1), self._token)
-        kinds = torch.ones_like(ids, dtype=torch.int32)
-        ids[0, -1] = kinds[0, -1] = 0
-        position, _ = self._base.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid.cpu())
-        return _Extent(position[:, 0, :-1].numpy(), int(position[0, 0, -1]))
+        key = (count, *grid.flatten().tolist())
+        if key not in self._by_grid:
+            assert self._token is not None, "an album takes no picture without it"
+            ids = torch.full((1, count + 1), self._token)
+            kinds = torch.ones_like(ids, dtype=torch.int32)
+            ids[0, -1] = kinds[0, -1] = 0
+            position, _ = self._base.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid.cpu())
+            self._by_grid[key] = _Extent(position[:, 0, :-1].numpy(), int(position[0, 0, -1]))
+        return self._by_grid[key]
 
     def positions(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
         """Return the position of each token of a text on each axis, [axes, tokens], and that of the token after it, by
@@ -173,8 +175,7 @@ def reads_both_ways(config: Any) -> Literal["all", "windows"] | None:
 
 
 def image_token(config: Any) -> int | None:
-    """Return the token that stands for an embedding of a picture in a checkpoint's own prompts; None if its
-    configuration names none."""
+    """Return the token in the places of a picture in a checkpoint's own prompts; None if it names none."""
     named = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in named if isinstance(token, int)), None)
 
@@ -195,3 +196,59 @@ def check_sight(model_config: Any, policy_config: Any, setting: str) -> None:
 
 def _bytes(look: ImageEmbedding) -> int:
     return sum(part.numel() * part.element_size() for part in (look.rows_ND, *look.deep))
+
+
+def load_processor(name: str, setting: str = "policy.model") -> Any:
+    """Load transformers' processor of a model folder or hub name. Raises UserError if there is none, or what it needs
+    is not installed."""
+    refuse(
+        importlib.util.find_spec("PIL") is None,
+        f"{setting} {name}: prompts have pictures, and pillow is not installed: pip install 'hybrid-grpo[pictures]'",
+    )
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    try:
+        name = files_of(name, setting)
+        kind = PROCESSOR_MAPPING[type(load_config(name, setting))]
+        # transformers needs torchvision for videos, and for pictures only if it is there.
+        kind = kind if importlib.util.find_spec("torchvision") else without_videos(kind)
+        processor = kind.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers raises anything for files that it did not write
+        raise UserError(f"{setting} {name}: its processor for pictures does not load: {first_line(error)}") from error
+    refuse(
+        getattr(processor, "image_token", None) is None,
+        f"{setting} {name}: its processor ({type(processor).__name__}) names no token for pictures: take another model",
+    )
+    return processor
+
+
+def without_videos(kind: Any) -> Any:
+    """Return a class of processors that has parts for text and pictures only."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    parts = {"tokenizer": AutoTokenizer, "image_processor": AutoImageProcessor}
+
+    def arguments(cls: Any, name: str, processor_dict: Any = None, **options: Any) -> list[Any]:
+        return [
+            parts[part].from_pretrained(name, **options) if part in parts else None for part in cls.get_attributes()
+        ]
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if argument is None else kind.check_argument_for_proper_class(self, name, argument)
+
+    members = {"_get_arguments_from_pretrained": classmethod(arguments), "check_argument_for_proper_class": check}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+
+
+def load_tower(policy: PolicyConfig, setting: str = "policy.model") -> Any:
+    """Load the tower of `policy.model`, on the CPU and outside the engine. Raises UserError as `load_weights` does."""
+    config = load_config(policy.model, setting)
+    with outside_deepspeed():
+        return load_weights(
+            tower_class(config),
+            policy.model,
+            without_dropout(config),
+            setting,
+            dtype=getattr(torch, policy.dtype),
+            use_safetensors=None if policy.pickled_weights else True,
+        )

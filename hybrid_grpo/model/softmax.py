@@ -1,8 +1,7 @@
 """Log-softmax, entropy and their gradient, over logits that are computed tile by tile rather than all at once.
 
 The running sums are those of the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), plus one for
-the entropy. kernels/softmax.c (float32 on a CPU) and kernels/gpu/softmax.py read each tile once; elsewhere torch takes
-a few passes.
+the entropy. kernels/softmax.c (float32 on a CPU) and kernels/gpu/softmax.py read each tile once, torch a few times.
 """
 
 import torch

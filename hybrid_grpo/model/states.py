@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -54,23 +55,31 @@ def _chunk(most: int, length: int) -> int:
     return min(most, max(16, 1 << (length - 1).bit_length()))
 
 
-# What a module's functions are replaced by. Each takes the arguments of the function of transformers with its name, of
-# which the first is the original.
+# What a module's functions are replaced by. Each takes the original, the forward's `batch` if it is `_of_packed_rows`,
+# and the arguments of the function of transformers with its name.
 
 
+def _of_packed_rows(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a replacement to be called with the forward's `batch`; without one, the original is called."""
+
+    def replaced(original: Any, *args: Any, batch: StateBatch | None = None, **more: Any) -> Any:
+        batch = _running.get()[1].get("batch") if batch is None else batch
+        return original(*args, **more) if batch is None else replacement(original, batch, *args, **more)
+
+    return replaced
+
+
+@_of_packed_rows
 def _convolution(
     original: Any,
+    batch: StateBatch,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    batch: StateBatch | None = None,
-    **more: Any,
+    **_: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: hidden_states is [1, C, S]; with tokens of a cache, they come before the new ones."""
-    batch = _running.get()[1].get("batch") if batch is None else batch
-    if batch is None:
-        return original(hidden_states, weight, bias, activation=activation, **more)
     total = sum(length for _, length in batch.runs.own)
     x_SC = hidden_states[0].T.to(weight.dtype)
     before = None
@@ -88,8 +97,10 @@ def _convolution_step(original: Any, *args: Any, **more: Any) -> Tensor:
     return original(*args, **more) if out is None else out
 
 
+@_of_packed_rows
 def _delta_rule(
     original: Any,
+    batch: StateBatch,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -98,16 +109,9 @@ def _delta_rule(
     chunk_size: int = WIDE,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    batch: StateBatch | None = None,
     **more: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """`chunk_gated_delta_rule` (arXiv:2412.06464) and KDA's; all [1, S, heads, ...]."""
-    more = {name: value for name, value in more.items() if name != "cu_seqlens"}
-    if batch is None:
-        return original(
-            query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state,
-            chunk_size=chunk_size, **more,
-        )  # fmt: skip
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, decay, strength = inputs
@@ -143,8 +147,10 @@ def _delta_step(
     )  # fmt: skip
 
 
+@_of_packed_rows
 def _mamba2_scan(
     original: Any,
+    batch: StateBatch,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -157,15 +163,9 @@ def _mamba2_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = _UNLIMITED,
     return_final_states: bool = False,
-    batch: StateBatch | None = None,
     **more: Any,
 ) -> Any:
     """`mamba2_chunk_scan` (arXiv:2405.21060); hidden_states, B and C are [1, S, heads, ...], dt is [1, S, heads]."""
-    if batch is None:
-        return original(
-            hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_states,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, **more,
-        )  # fmt: skip
     dt = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -177,8 +177,10 @@ def _mamba2_scan(
     return (out[None], final) if return_final_states else out[None]
 
 
+@_of_packed_rows
 def _selective_scan(
     original: Any,
+    batch: StateBatch,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -194,12 +196,7 @@ def _selective_scan(
     """`mamba_selective_scan` (arXiv:2312.00752); hidden_states and dt are [1, channels, S], B and C [1, size, S]. It
     begins without a state. As the recurrence is linear, what a state adds to the outputs is computed beside it."""
     mixer, keywords = _running.get()
-    batch, cache = keywords.get("batch"), keywords.get("cache", keywords.get("past_key_values"))
-    if batch is None:
-        return original(
-            hidden_states, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, delta_softplus=delta_softplus,
-            return_last_state=return_last_state, **more,
-        )  # fmt: skip
+    cache = keywords.get("cache", keywords.get("past_key_values"))
     dt = _steps(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -255,9 +252,9 @@ def _one_head(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Ten
     return kernels.state_space_update(state[:, None], x, dt[:, None], A[None], B, C, D)
 
 
-def _no_shortcut(original: Any, *args: Any, batch: StateBatch | None = None, **more: Any) -> Any:
+@_of_packed_rows
+def _no_shortcut(*_: Any, **__: Any) -> None:
     """`mamba2_split_conv1d_scan_combined`, which knows no packed rows; None makes a layer take the other functions."""
-    return None if batch is not None else original(*args, **more)
 
 
 REPLACEMENTS: dict[str, Any] = {

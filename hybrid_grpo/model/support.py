@@ -57,11 +57,7 @@ class SamplingMask:
         return self.id_K, self.count_N
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, SamplingMask)
-            and np.array_equal(self.count_N, other.count_N)
-            and np.array_equal(self.id_K, other.id_K)
-        )
+        return isinstance(other, SamplingMask) and all(map(np.array_equal, self.arrays(), other.arrays()))
 
 
 def packed(kept_nV: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 The class of such a checkpoint joins a tower, which turns pictures into embeddings, with a text model, which reads these
 among the embeddings of tokens. Here the text model and the output head are built alone, under the names that they have
 in the whole model. So weights load by transformers' own renaming, and trained weights and adapters fit the whole model.
-The tower is built alone too, where prompts have pictures (`sight.py`), and is not trained: an export copies it
-(`original.py`).
+The tower is built alone too, where prompts have pictures (`sight.py`), and is not trained: an export copies it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The numbers that stand for pictures in the tokens of a prompt.
 
-Each is below 0, and holds the key of a picture and the number of one of its embeddings. `sight.py` puts the embeddings
-in their places.
+Each is below 0, and holds the key of a picture and the number of one of its embeddings, which `sight.py` puts there.
 """
 
 from collections.abc import Iterable, Sequence

@@ -112,8 +112,7 @@ def sent(observation: Observation) -> dict[str, Any]:
 
 
 def received(value: Any) -> Observation:
-    """Return the observation that a worker sent, in a form that is safe to use. Raises ValueError, TypeError or
-    LookupError if it is none."""
+    """Return the observation that a worker sent. Raises ValueError, TypeError or LookupError if it is none."""
     files = [b64decode(checked_text(file, _LARGEST_FILE), validate=True) for file in value["pictures"]]
     text = checked_text(value["text"])
     if text.count(PLACE) != len(files):

@@ -153,8 +153,7 @@ def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]],
 
 
 def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: int, begun: str) -> Reader:
-    """Return the reader of a format; `begun` is the beginning of the model's thinking if prompts end with it. Calls
-    within a thought are ignored."""
+    """Return the reader of a format, which ignores calls within a thought; prompts may begin one with `begun`."""
     functions = [schema["function"] for schema in schemas]
     tools = {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
 
@@ -203,7 +202,10 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
                 break
             else:
                 try:
-                    calls.append(_spoken(checked(part)))
+                    call = checked(part)
+                    if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
+                        raise ValueError("a thought stands in a call")
+                    calls.append(call)
                 except ValueError as error:
                     faults.append(error)
     except Exception as error:  # a reader may raise anything for a text that is not in its format
@@ -211,13 +213,6 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
     if not calls and not faults:
         return Turn(text)
     return Turn("".join(content).strip(), calls, _fault(faults[0]) if faults else None)
-
-
-def _spoken(call: ToolCall) -> ToolCall:
-    """Return the call; raises ValueError if it contains a thought."""
-    if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
-        raise ValueError("a thought stands in a call")
-    return call
 
 
 def _fault(error: Exception) -> str:

@@ -141,8 +141,7 @@ class TurnTemplate:
         return album.read(files, None, where, data, keep=False)
 
     def cut(self, message: Message, tokens: int, pictures: Sequence[Picture]) -> Message:
-        """Return the beginning of a message, with at most `tokens` tokens of text and pictures. If its pictures leave
-        no room, it becomes text that says so."""
+        """Return the beginning of a message, at most `tokens` tokens; text says so where pictures have no room."""
         shorten, content = partial(cut, self._tokenizer, self._text), message["content"]
         if isinstance(content, str):
             return {**message, "content": shorten(content, tokens)}
@@ -161,8 +160,7 @@ class TurnTemplate:
         return {**message, "content": parts}
 
     def check_pictures(self, setting: str, example: Callable[[Observation], Message]) -> None:
-        """Raise UserError, which names `setting`, if the template has no place for pictures in messages that `example`
-        makes."""
+        """Raise UserError, which names `setting`, if the template has no place for pictures in what `example` makes."""
         message, _ = bared(example(Observation(f"{_MARK}{PLACE}", (b"",))))
         after = self._after_if_written([message])
         said = "a tool's result" if message["role"] == "tool" else "an answer of the user"
@@ -242,8 +240,7 @@ class TurnTemplate:
         return None
 
     def ids(self, last: int, messages: list[Message], pictures: Sequence[Picture] = ()) -> list[int]:
-        """Return the tokens of messages that answer a turn, and that show these pictures; `last` is the last sampled
-        token of the turn."""
+        """Return the tokens of messages, with these pictures, that answer a turn; `last` is its last sampled token."""
         _, after = self._after(messages)
         end = next((text for text in self._ends.values() if after.startswith(text)), "")
         # If the model sampled the template's end of the turn, it is there already.
@@ -259,8 +256,7 @@ class TurnTemplate:
         return ""
 
     def _after(self, messages: list[Message]) -> tuple[bool, str]:
-        """Return whether a chat that ends with `messages` contains the end of the turn before them, and the chat's text
-        from there on."""
+        """Return whether a chat has the end of the turn before `messages`, its last, and its text from there on."""
         answered = [message for message in messages if message["role"] == "tool"]
         calls = [ToolCall(message["name"], {"about": _MARK}, message["tool_call_id"]) for message in answered]
         marked = self._text.marked(messages)

@@ -5,9 +5,11 @@ own kernel for pages. A call that the real kernel would refuse raises here.
 """
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest
 
 from hybrid_grpo.commands import description
 from hybrid_grpo.generation import paged_attention as decoding
@@ -175,7 +177,7 @@ def paged_attention(
 
 def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:
     """Let tensors in half precision take the way that they take on a GPU, with flash-attn or with torch's kernel."""
-    monkeypatch.setattr(training, "varlen_kernel", lambda: torch_kernel)
+    monkeypatch.setattr(training, "varlen", lambda: SimpleNamespace(varlen_attn=torch_kernel, AuxRequest=AuxRequest))
     monkeypatch.setattr(gpu.attention, "paged_attention", paged_attention)
     for module in (training, decoding, description):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)

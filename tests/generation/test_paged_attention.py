@@ -169,8 +169,7 @@ def test_kernels_with_a_wrong_log_sum_exp_are_not_taken_for_sinks(monkeypatch):
 
     gpu_attention.install(monkeypatch, flash=False)
     assert attention.has_ragged_kernel(x, 0.0, True)
-    gpu_attention.install(monkeypatch, flash=False)
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: transposed)
+    gpu_attention.install(monkeypatch, flash=False, torch_kernel=transposed)
     with pytest.warns(UserWarning, match="^attention is slower without torch's varlen_attn for attention sinks: "):
         assert not attention.has_ragged_kernel(x, 0.0, True)
 

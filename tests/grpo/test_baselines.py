@@ -40,18 +40,23 @@ def by_paper(rewards, lengths, baseline):
         others = [r for j, r in enumerate(rewards) if has[j] and j != i]
         advantages[i] = {
             "mean": lambda i=i: rewards[i] - rewards[has].mean(),
+            "leave_one_out": lambda i=i, others=others: rewards[i] - np.mean(others or [rewards[i]]),
             "length": lambda i=i: rewards[i] - (rewards * lengths)[has].sum() / lengths[has].sum(),
             "best_other": lambda i=i, others=others: max([rewards[i], *others]) - max(others),
         }[baseline]()
     return advantages
 
 
-@pytest.mark.parametrize("baseline", ["mean", "length", "best_other"])
-@pytest.mark.parametrize("scale", ["none", "mean", "group"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "length", "best_other"])
+@pytest.mark.parametrize("scale", ["none", "mean", "group", "batch"])
 def test_advantages_are_those_of_the_papers(baseline, scale):
     groups = [group_of(seed) for seed in range(20)]
+    groups[-1][0][:] += 100.0  # a group far away, which no deviation may see
     rewards, lengths = (torch.from_numpy(np.concatenate(part).astype(float)) for part in zip(*groups, strict=True))
     ours = group_advantages(rewards, 6, baseline=baseline, scale=scale, weight_B=lengths).view(-1, 6)
+    assert ours.dtype == torch.float32
+    every = np.concatenate([by_paper(*group, baseline)[~np.isnan(group[0])] for group in groups])
+    batch = np.sqrt(np.square(every).sum() / (len(every) - 1)) + 1e-4
     for mine, (reward, length) in zip(ours.numpy(), groups, strict=True):
         expected = by_paper(reward, length, baseline)
         there = reward[~np.isnan(reward)]
@@ -59,7 +64,7 @@ def test_advantages_are_those_of_the_papers(baseline, scale):
             assert not mine.any()
             continue
         # MaxRL: (r - mean) / mean.
-        expected /= {"none": 1.0, "mean": there.mean(), "group": there.std(ddof=1) + 1e-4}[scale]
+        expected /= {"none": 1.0, "mean": there.mean(), "group": there.std(ddof=1) + 1e-4, "batch": batch}[scale]
         assert np.allclose(mine, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -124,26 +129,31 @@ def test_the_head_gives_the_squared_norm_of_the_gradient_with_respect_to_the_log
 
 
 @pytest.mark.parametrize("low, high", [(None, 2.0), (0.5, 5.0), (0.9, 1.1)])
-@pytest.mark.parametrize("correction", ["truncate", "sequence", "band", "mask"])
+@pytest.mark.parametrize("correction", ["none", "truncate", "sequence", "band", "mask"])
 def test_corrections_are_their_formulas(correction, low, high):
     draw = torch.Generator().manual_seed(0)
     old, sampler = (torch.randn(6, 4, generator=draw, dtype=torch.float64) for _ in range(2))
     mask = torch.arange(4) < torch.tensor([4, 1, 2, 3, 4, 2])[:, None]
     sampler[~mask] = NAN
-    given = {"sampler_ratio_max": high, "sampler_ratio_min": low}
+    given = {} if correction == "none" else {"sampler_ratio_max": high, "sampler_ratio_min": low}
     factor, numbers = sampler_correction(old, sampler, mask, GrpoConfig(sampler_correction=correction, **given))
     bottom = low if low is not None else 0.0 if correction in ("truncate", "sequence") else 1 / high
+    ratios = []
     for row, real in enumerate(mask):
         r = (old[row] - sampler[row])[real].exp().numpy()
-        expected = {
-            "truncate": lambda r=r: np.clip(r, bottom, high),
-            "sequence": lambda r=r: np.clip(np.prod(r), bottom, high) + 0 * r,
-            "band": lambda r=r: np.where((r >= bottom) & (r <= high), r, 0.0),
-            "mask": lambda r=r: float(bottom <= np.prod(r) ** (1 / len(r)) <= high) + 0 * r,
-        }[correction]()
+        whole = {"sequence": np.prod(r), "mask": np.prod(r) ** (1 / len(r))}
+        r = whole[correction] + 0 * r if correction in whole else r
+        within = (r >= bottom) & (r <= high)
+        by_name = {"none": np.ones_like(r), "band": np.where(within, r, 0.0), "mask": within.astype(float)}
+        expected = by_name.get(correction, np.clip(r, bottom, high))
+        ratios.append(r)
         assert np.allclose(factor[row][real].numpy(), expected, rtol=1e-9, atol=0)
         assert not factor[row][~real].any()
-    assert numbers["parity/corrected_frac"][0] > 0
+    r = np.concatenate(ratios)
+    cut = np.zeros_like(r) if correction == "none" else (r < bottom) | (r > high)
+    assert [value.item() for value, _ in numbers.values()] == pytest.approx([r.mean(), r.max(), cut.mean()], rel=1e-7)
+    assert {int(tokens) for _, tokens in numbers.values()} == {int(mask.sum()), 1}
+    assert cut.any() or correction == "none"
 
 
 def test_self_normalized_weights_have_mean_one_over_the_tokens_of_all_ranks():

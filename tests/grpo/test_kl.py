@@ -58,9 +58,3 @@ def test_a_resumed_run_goes_on_with_beta_and_one_without_target_with_its_own():
         after = KlController(grpo, rows=500, device=torch.device("cpu"))
         after.load_state_dict(before.state_dict())
         assert after.beta == beta
-
-
-@pytest.mark.parametrize("where, taken", [("reward", True), ("loss", False)])
-def test_the_kl_is_a_part_of_the_reward_where_that_is_asked_for(where, taken):
-    controller = KlController(GrpoConfig(beta=0.1, kl_in=where), rows=1, device=torch.device("cpu"))
-    assert controller.in_reward is taken

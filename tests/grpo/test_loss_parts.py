@@ -93,47 +93,6 @@ def test_the_adaptive_coefficient_follows_ziegler():
     assert 0.01 / beta == pytest.approx(0.1, rel=1e-3)
 
 
-def corrections(batch, **options):
-    sampler = batch.old - 0.5 * (batch.logp - batch.old)
-    sampler[~batch.mask] = math.nan
-    factor, numbers = sampler_correction(batch.old, sampler, batch.mask, GrpoConfig(**options))
-    assert {int(tokens) for _, tokens in numbers.values()} == {int(batch.mask.sum()), 1}
-    return sampler, factor, [value.item() for value, _ in numbers.values()]
-
-
-@pytest.mark.parametrize("limit", [1.05, 2.0])
-def test_truncated_importance_sampling(limit):
-    batch = Batch(3)
-    sampler, factor, values = corrections(batch, sampler_correction="truncate", sampler_ratio_max=limit)
-    ratio = np.exp((batch.old - sampler)[batch.mask].numpy())
-    assert np.allclose(factor[batch.mask].numpy(), np.minimum(ratio, limit), rtol=1e-12, atol=0)
-    assert not factor[~batch.mask].any()
-    expected = [ratio.mean(), ratio.max(), (ratio > limit).mean()]
-    assert values == pytest.approx(expected, rel=1e-7)
-    assert values[2] > 0 or limit == 2.0
-
-
-@pytest.mark.parametrize("high", [1.1, 1.2, 1e9])
-def test_sequences_outside_the_bounds_are_masked_whole(high):
-    batch = Batch(3)
-    sampler, factor, values = corrections(batch, sampler_correction="mask", sampler_ratio_max=high)
-    tokens = [np.exp((batch.old - sampler)[b][m].numpy()) for b, m in enumerate(batch.mask)]
-    ratio = [np.prod(row) ** (1 / len(row)) for row in tokens]
-    kept = [float(1 / high <= r <= high) for r in ratio]
-    assert torch.equal(factor, torch.tensor(kept).double()[:, None] * batch.mask)
-    lengths = [len(row) for row in tokens]
-    expected = [np.average(ratio, weights=lengths), max(ratio), 1 - np.average(kept, weights=lengths)]
-    assert values == pytest.approx(expected, rel=1e-7)
-    assert 0 < values[2] < 1 or high == 1e9
-
-
-def test_without_a_correction_factors_are_one_and_the_gap_is_measured():
-    batch = Batch(3)
-    sampler, factor, values = corrections(batch)
-    assert torch.equal(factor, batch.mask.double()) and values[2] == 0
-    assert values[1] == pytest.approx(np.exp((batch.old - sampler)[batch.mask].max().item()))
-
-
 @pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
 def test_equal_log_probabilities_and_empty_rows_need_no_correction(correction):
     batch, grpo = Batch(3), GrpoConfig(sampler_correction=correction)

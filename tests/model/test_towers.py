@@ -17,10 +17,10 @@ from whole_models import OTHER_FILES, make_whole, tensors
 
 from hybrid_grpo.config import LoraConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.export import Original
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import add_adapter, load_config, load_model, parameters_of, weights_fact
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.towers import has_tower, loader
 
 TOWER = re.compile(r"visual|vision_tower|multi_modal_projector")
@@ -156,7 +156,7 @@ def test_what_could_not_be_exported_is_refused_in_a_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"pickled has pickled weights, in which an export cannot exchange some"):
         Original(model, str(tmp_path / "pickled"))
     monkeypatch.setattr(
-        "hybrid_grpo.model.original.revert_weight_conversion", lambda _, of: {f"x.{n}": t for n, t in of.items()}
+        "hybrid_grpo.model.export.revert_weight_conversion", lambda _, of: {f"x.{n}": t for n, t in of.items()}
     )
     with pytest.raises(
         UserError, match=r"63 of its weights would get other names or shapes when they are exported, x.lm_head"

@@ -27,10 +27,10 @@ from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import complete
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.export import Original
 from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import has_tower
 

@@ -1,11 +1,7 @@
-"""The objectives as their papers write them, in numpy and float64: slow, and without autograd."""
+"""The objectives as their papers write them, in float64."""
 
-from dataclasses import dataclass, field
-
-import numpy as np
 import torch
 
-from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.grpo.loss import policy_loss, token_weights
 
 LIMIT = 13
@@ -54,74 +50,35 @@ class Batch:
         return torch.autograd.grad(loss, logp)[0]
 
 
-@dataclass
-class Row:
-    """One completion without padding; `held` is logp where a formula stops the gradient."""
-
-    logp: np.ndarray
-    held: np.ndarray
-    old: np.ndarray
-    ref: np.ndarray
-    advantages: np.ndarray
-    entropy: np.ndarray
-    correction: np.ndarray = field(default_factory=lambda: np.ones(1))
-
-    def ratios(self, grpo: GrpoConfig, logp: np.ndarray) -> np.ndarray:
-        """PPO's r_t; or the ratio of the whole completion, GSPO eq. 7, in every place."""
-        token = np.exp(logp - self.old)
-        return token if grpo.importance == "token" else np.full_like(token, np.prod(token) ** (1 / len(token)))
-
-    def surrogate(self, grpo: GrpoConfig) -> np.ndarray:
-        """PPO eq. 7 with DAPO's bounds, and GSPO eq. 5; Ye et al. eq. 5; MiniMax-M1 eq. 4 and 5."""
-        a = self.advantages
-        if grpo.surrogate == "cispo":
-            return np.minimum(self.ratios(grpo, self.held), 1 + grpo.epsilon_high) * a * self.logp
-        r = self.ratios(grpo, self.logp)
-        if grpo.importance == "sequence" and np.ptp(a) > 0:
-            # GSPO-token: advantages of tokens, sg[s] policy_t / sg[policy_t].
-            r = self.ratios(grpo, self.held) * np.exp(self.logp - self.held)
-        gain = np.minimum(r * a, np.clip(r, 1 - grpo.epsilon_low, 1 + grpo.epsilon_high) * a)
-        if grpo.dual_clip is not None:
-            gain = np.where(a < 0, np.maximum(gain, grpo.dual_clip * a), gain)
-        return gain
-
-    def kl(self, grpo: GrpoConfig) -> np.ndarray:
-        ratio = np.exp(self.ref - self.logp)
-        estimate = {"k1": -np.log(ratio), "k2": np.log(ratio) ** 2 / 2, "k3": ratio - np.log(ratio) - 1}
-        unbiased = np.exp(self.logp - self.old) if grpo.kl_unbiased else 1.0
-        return unbiased * estimate[grpo.kl_estimator]
-
-    def loss(self, grpo: GrpoConfig, beta: float) -> np.ndarray:
-        beta = beta if grpo.kl_in == "loss" else 0.0
-        policy = self.correction * self.surrogate(grpo)
-        return -policy + beta * self.kl(grpo) - grpo.entropy_coef * self.entropy
+def token_losses(grpo, beta, logp, old, ref, a, entropy, correction=1.0):
+    """The losses of a completion's tokens, without padding: PPO eq. 7 with DAPO's bounds, and GSPO eq. 5 or, with
+    advantages of tokens, GSPO-token; Ye et al. eq. 5; MiniMax-M1 eq. 4 and 5; DeepSeekMath eq. 4."""
+    r = torch.exp(logp - old)
+    if grpo.importance == "sequence":
+        s = r.prod() ** (1 / len(r))
+        r = s.detach() * torch.exp(logp - logp.detach()) if (a != a[0]).any() else s.expand_as(r)
+    if grpo.surrogate == "cispo":
+        gain = r.detach().clamp(max=1 + grpo.epsilon_high) * a * logp
+    else:
+        gain = torch.minimum(r * a, r.clamp(1 - grpo.epsilon_low, 1 + grpo.epsilon_high) * a)
+    if grpo.dual_clip is not None:
+        gain = torch.where(a < 0, torch.maximum(gain, grpo.dual_clip * a), gain)
+    q = torch.exp(ref - logp)
+    kl = {"k1": -q.log(), "k2": q.log() ** 2 / 2, "k3": q - q.log() - 1}[grpo.kl_estimator]
+    kl = kl * torch.exp(logp - old) if grpo.kl_unbiased else kl
+    return -correction * gain + beta * kl - grpo.entropy_coef * entropy
 
 
-def value(
-    batch: Batch, grpo: GrpoConfig, beta: float, logp: np.ndarray | None = None, corrected: bool = False
-) -> float:
-    """The whole objective: DAPO eq. 8, DeepSeekMath eq. 3 or Dr. GRPO, of the token losses."""
-    logp = batch.logp.numpy() if logp is None else logp
-    rows = []
-    for b, mask in enumerate(batch.mask.numpy()):
-        names = ("old", "ref", "advantages", "entropy", *(["correction"] if corrected else []))
-        fields = {name: getattr(batch, name)[b].numpy()[mask] for name in names}
-        rows.append(Row(logp[b][mask], batch.logp[b].numpy()[mask], **fields).loss(grpo, beta))
-    return {
-        "dapo": lambda: np.concatenate(rows).mean(),
-        "grpo": lambda: np.mean([row.mean() for row in rows]),
-        "dr_grpo": lambda: np.sum([row.sum() for row in rows]) / (len(rows) * LIMIT),
+def by_paper(batch, grpo, beta, corrected=False):
+    """The objective and its gradient: token losses averaged as in DAPO eq. 8, DeepSeekMath eq. 3 or Dr. GRPO."""
+    leaf, rows = batch.logp.clone().requires_grad_(), []
+    for b, mask in enumerate(batch.mask):
+        fields = (leaf, batch.old, batch.ref, batch.advantages, batch.entropy)
+        correction = batch.correction[b][mask] if corrected else 1.0
+        rows.append(token_losses(grpo, beta, *(x[b][mask] for x in fields), correction))
+    loss = {
+        "dapo": lambda: torch.cat(rows).mean(),
+        "grpo": lambda: torch.stack([row.mean() for row in rows]).mean(),
+        "dr_grpo": lambda: torch.cat(rows).sum() / (len(rows) * LIMIT),
     }[grpo.loss_type]()
-
-
-def slopes(batch: Batch, grpo: GrpoConfig, beta: float, corrected: bool = False, step: float = 1e-5) -> np.ndarray:
-    """d value / d logp by central differences, 0 on padding."""
-    gradient = np.zeros(batch.logp.shape)
-    for b, t in batch.mask.nonzero().tolist():
-        ends = []
-        for sign in (1, -1):
-            logp = batch.logp.numpy().copy()
-            logp[b, t] += sign * step
-            ends.append(value(batch, grpo, beta, logp, corrected))
-        gradient[b, t] = (ends[0] - ends[1]) / (2 * step)
-    return gradient
+    return loss.item(), torch.autograd.grad(loss, leaf)[0]

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_architectures import tiny_architecture
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from hybrid_grpo.model.processors import without_videos
+from hybrid_grpo.model.sight import without_videos
 
 NAMES = {
     "qwen": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],

@@ -31,9 +31,8 @@ from hybrid_grpo.generation.sequence import Finish
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.loading import load_config, load_model
-from hybrid_grpo.model.processors import load_tower
 from hybrid_grpo.model.reading import Reading
-from hybrid_grpo.model.sight import VisionEncoder, image_token
+from hybrid_grpo.model.sight import VisionEncoder, image_token, load_tower
 
 ONE, WIDE, HIGH, LARGE = pictures()
 PROMPTS: list[list[Any]] = [
@@ -100,6 +99,8 @@ def _text_of(tokens: list[int]) -> dict[str, Tensor]:
 
 class _Answers:
     """Answers the first turn of every other completion; implements the decoder's `Turns`."""
+
+    begins_sequences = is_open = False
 
     def __init__(self, answer: list[int]) -> None:
         self._answer, self._keys, self._waiting = answer, set[int](), list[int]()

@@ -17,7 +17,7 @@ from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.completion_records import completion_of, record_of
 from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.generation import Request
-from hybrid_grpo.model.processors import without_videos
+from hybrid_grpo.model.sight import without_videos
 from hybrid_grpo.model.visual_tokens import keys_of
 from hybrid_grpo.turns import partners as module
 from hybrid_grpo.turns.partners import TurnResponders, partners_of

@@ -44,8 +44,7 @@ class Curriculum(StepLoader):
     """Draws prompts, keeps their success rates and, if the settings say so, draws by these rates.
 
     The order and the rates are the same on every rank and for any number of ranks. Weighted draws are seeded by the
-    position in the order. Within a step, prompts are drawn without replacement as long as any are left. `device` is
-    used for collectives.
+    position in the order. Within a step, prompts are drawn without replacement as long as any are left.
     """
 
     def __init__(

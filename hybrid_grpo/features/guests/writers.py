@@ -173,8 +173,7 @@ def _key(prompt: str | list[Message], pictures: Sequence[Picture]) -> str:
 
 
 def _completions(group: Rollout, prompt: Prompt, guest: GuestConfig, learner: Learner, where: str) -> list[Completion]:
-    """Return a row's completions of a prompt, with tokens and log-probabilities. Raises UserError if they do not fit
-    the policy."""
+    """Return a row's completions of a prompt, with tokens and log-probabilities. Raises UserError if they don't fit."""
     columns, count = group.prompts[0].columns, len(group.completions)
     ids, logp, finish = (_each(columns.get(name), count) for name in ("token_ids", "token_logp", "finish"))
     written = []

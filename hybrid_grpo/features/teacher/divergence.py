@@ -1,12 +1,13 @@
 """A teacher's distributions of the next token, and divergences between them and the policy's.
 
 The head of `LogprobModel` calls `head_divergence` or `most_likely` in addition to computing log-probabilities. Both
-compute a few rows of logits at a time. distillation.py explains what the divergence is for.
+compute a few rows of logits at a time. teacher.py explains what the divergence is for.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +39,12 @@ class NextTokens:
     def first(self) -> NextTokens:
         return NextTokens(self.logp_NK[:1], None if self.token_NK is None else self.token_NK[:1], self.vocabulary)
 
-    def joined(self, more: list[NextTokens]) -> NextTokens:
-        """Return the distributions at these positions, followed by those in `more`."""
-        parts = [self, *more]
+    @classmethod
+    def joined(cls, parts: Sequence[NextTokens], device: torch.device) -> NextTokens:
+        """Return the distributions of parts, one after the other, on a device."""
         tokens = [part.token_NK for part in parts if part.token_NK is not None]
-        logp_NK = torch.cat([part.logp_NK for part in parts])
-        return NextTokens(logp_NK, torch.cat(tokens) if tokens else None, self.vocabulary)
-
-    def to(self, device: torch.device) -> NextTokens:
-        tokens = None if self.token_NK is None else upload(self.token_NK, device)
-        return NextTokens(upload(self.logp_NK, device), tokens, self.vocabulary)
+        logp_NK = upload(torch.cat([part.logp_NK for part in parts]), device)
+        return cls(logp_NK, upload(torch.cat(tokens), device) if tokens else None, parts[0].vocabulary)
 
 
 def grouped(logp_NV: Tensor, token_NK: Tensor | None) -> Tensor:

@@ -1,6 +1,14 @@
 """The teachers of a run: frozen models next to the policy, or the policy itself with another prompt.
 
-distillation.py explains what the policy learns from a teacher.
+The policy learns to minimize a divergence of the next token from the teacher's, such as the reverse KL divergence
+KL(policy || teacher), at prefixes that it samples itself (GKD, arXiv:2306.13649, section 3). As in GKD, no gradient
+flows through the sampling of prefixes: a token is only responsible for its own divergence, whereas in MiniLLM
+(arXiv:2306.08543) it is also responsible for the divergences at later tokens. With policy p and teacher q, the gradient
+of the reverse KL divergence at a prefix is sum_v p_v (log p_v - log q_v) grad log p_v. It can be computed
+
+- as the expectation of (log p_v - log q_v) grad log p_v over tokens v drawn from p: a constant advantage of -(log p_v -
+  log q_v) for the sampled token ("On-Policy Distillation", Thinking Machines Lab, 2025);
+- as the gradient of this or another divergence, which the head computes over the vocabulary (divergence.py).
 """
 
 from __future__ import annotations
@@ -16,13 +24,11 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
-from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
 from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence, most_likely
-from hybrid_grpo.features.teacher.memory import TeacherMemory
 from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.limits import vocabulary_of
-from hybrid_grpo.model.loading import load_config
+from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.sidecars import without
@@ -30,11 +36,55 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Advantages, Feature, LossTerm, Scored
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.memory.phases import Part
+from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
+
+
+class TeacherMemory(FeatureMemory):
+    """Plans the sharded weights of all teachers and, with `teacher.into` loss, their distributions at all tokens of a
+    rollout, on the host: float32 and, with `top_k`, the tokens. Their forward passes keep nothing, like that of the
+    reference, and follow each other, so that no two teachers are gathered at once."""
+
+    name = "teacher"
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._settings = settings = config.of(TeacherConfig)
+        self._parameters = {name: parameters_of(name) if name else 0 for name in settings.teachers(config.data)}
+        weights = {source.name: source.weight for source in config.data.mixture} or {"": 1.0}
+        self._shares = [
+            (weight / sum(weights.values()), self._parameters[settings.model_of(source)])
+            for source, weight in weights.items()
+        ]
+
+    def part(self, plan: Plan, on_host: bool) -> Part:
+        settings, places = self._settings, plan.rows * plan.config.rollout.max_completion_tokens
+        weights = plan.dtype * sum(self._parameters.values()) // plan.ranks if settings.offload == on_host else 0
+        # Towers, which every rank has on its device, are taken to be as large as the policy's.
+        towers = plan.tower * sum(name is not None for name in self._parameters)
+        weights += 0 if on_host else plan.dtype * towers
+        kept = places * (8 * settings.top_k or 4 * plan.sizes.vocabulary) if settings.keeps_vocabulary else 0
+        fewer = "teacher.top_k 64, " if kept and not settings.top_k else ""
+        remedy = f"{fewer}more ranks" if on_host else "teacher.offload true, more ranks"
+        return Part("teacher", weights + (kept if on_host else 0), remedy)
+
+    def seconds(self, plan: Plan, forward: float, passes: int) -> float:
+        """Return the time of one forward pass in which every row is read by its teacher, maybe the policy itself."""
+        own = plan.sizes.parameters
+        return forward * sum(share * (parameters or own) for share, parameters in self._shares) / own
+
+    def head(self, places: int, vocabulary: int) -> HeadFunction | None:
+        if not self._settings.keeps_vocabulary:
+            return None
+        top_k = self._settings.top_k
+        tokens = torch.empty(places, top_k, dtype=torch.int32) if top_k else None
+        expected = torch.empty(places, top_k + 1 if top_k else vocabulary)
+        divergence = Divergence(self._settings.divergence, self._settings.jsd_beta)
+        return partial(head_divergence, teacher=NextTokens(expected, tokens, vocabulary), divergence=divergence)
 
 
 class Teacher(Feature):
     """Scores the tokens that the policy has sampled, or (`guests.writers`) should learn to write. Several teachers
-    share the rows by the source of the prompt, and read them one after the other. See distillation.py."""
+    share the rows by the source of the prompt, and read them one after the other."""
 
     name, memory = "teacher", TeacherMemory
     is_timed = needs_old_logp = True
@@ -116,13 +166,12 @@ class Teacher(Feature):
 
     def loss(self, batch: TrainBatch) -> LossTerm | None:
         """Return the divergence between the policy and the teacher at the completion tokens of a micro-batch, which the
-        head computes; None unless `teacher.into` is `loss`. For a micro-batch without rows, what the head computes has
-        no meaning."""
+        head computes; None unless `teacher.into` is `loss`. Without rows, what the head computes has no meaning."""
         if not self._next_tokens:
             return None
         of_rows = [self._next_tokens[row] for row in batch.micro.rows]
-        first, *others = of_rows or [next(iter(self._next_tokens.values())).first()]
-        teacher = first.joined(others).to(batch.micro.mask_bT.device)
+        filler = next(iter(self._next_tokens.values())).first()
+        teacher = NextTokens.joined(of_rows or [filler], batch.micro.mask_bT.device)
         head = partial(head_divergence, teacher=teacher, divergence=self._divergence)
         return LossTerm(partial(self._mean_divergence, batch), head)
 
@@ -134,3 +183,30 @@ class Teacher(Feature):
         mean = value_bT.detach().sum() / tokens.clamp(min=1)
         loss = teacher_loss(value_bT, batch.weight_bT, self._settings.coef, self._settings.clamp)
         return loss, {"teacher/loss": (mean, tokens)}
+
+
+def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tensor) -> Numbers:
+    """Return the teacher's mean log-probability of the sampled tokens, and the mean of `old_logp` minus the teacher's.
+    The latter is an unbiased estimate of KL(policy || teacher) for the policy that sampled."""
+    tokens = mask_BT.sum()
+    teacher, policy = (torch.where(mask_BT, logp_BT, 0.0).sum() / tokens for logp_BT in (teacher_logp_BT, old_logp_BT))
+    return {"teacher/logp": (teacher, tokens), "teacher/kl": (policy - teacher, tokens)}
+
+
+def teacher_advantages(old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float, clamp: float | None = None) -> Tensor:
+    """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see above. `clamp` is
+    the limit of the absolute difference, in nats."""
+    gap_BT = old_logp_BT - teacher_logp_BT
+    return -coef * (gap_BT if clamp is None else gap_BT.clamp(-clamp, clamp))
+
+
+def teacher_loss(value_bT: Tensor, weight_bT: Tensor, coef: float, clamp: float | None = None) -> Tensor:
+    """Return `coef` times the weighted sum of the divergences in a micro-batch, a scalar.
+
+    Args:
+        value_bT: the divergence at each token, with gradient.
+        weight_bT: see `token_weights`; the caller chose the denominator.
+        coef: the weight of this loss, relative to the loss of the policy.
+        clamp: limit of the divergence of a token, in nats. Tokens above it have no gradient.
+    """
+    return coef * ((value_bT if clamp is None else value_bT.clamp(max=clamp)) * weight_bT).sum()

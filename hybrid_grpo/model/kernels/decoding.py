@@ -3,6 +3,7 @@
 torch's own kernels are made for larger matrices.
 """
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,8 +26,8 @@ def install_kernels(model: Any) -> None:
         kind = type(module)
         if kind is nn.Linear and usable(module.weight):
             module.forward = MethodType(_linear, module)
-        elif kind.__name__.endswith("RMSNorm") and (norm := _norm_of(module)) is not None:
-            module.forward = MethodType(norm, module)
+        elif kind.__name__.endswith("RMSNorm") and (offset := norm_offset(module)) is not None:
+            module.forward = partial(_rms_norm, module, offset)
         elif kind.__name__.endswith("RMSNormGated") and _is_gated_norm(module):
             module.forward = MethodType(gated_norm, module)
 
@@ -42,35 +43,26 @@ def _linear(module: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _norm_of(module: Any) -> Any | None:
-    offset = norm_offset(module)
-    if offset is None:
-        return None
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+def _epsilon(module: Any) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
-    def norm(module: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        weight = module.weight
-        run("rms_norm", out, x, weight, offset, epsilon, x.numel() // len(weight), len(weight))
-        return out
 
-    return norm
+def _rms_norm(module: Any, offset: float, x: Tensor) -> Tensor:
+    x, weight = x.contiguous(), module.weight
+    out = torch.empty_like(x)
+    run("rms_norm", out, x, weight, offset, _epsilon(module), x.numel() // len(weight), len(weight))
+    return out
 
 
 def norm_offset(module: Any) -> float | None:
     """Return what an RMS norm adds to its weight, 0 or 1; None if a module computes neither."""
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
-    if not isinstance(epsilon, float) or weight is None or weight.dim() != 1 or not usable(weight):
+    if not isinstance(_epsilon(module), float) or weight is None or weight.dim() != 1 or not usable(weight):
         return None
     x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1)
-    found, out = module(x), torch.empty_like(x)
-    for offset in (0.0, 1.0):
-        run("rms_norm", out, x, weight, offset, epsilon, 2, len(weight))
-        if torch.allclose(out, found, rtol=1e-5, atol=1e-6):
-            return offset
-    return None
+    found = module(x)
+    fitting = (of for of in (0.0, 1.0) if torch.allclose(_rms_norm(module, of, x), found, rtol=1e-5, atol=1e-6))
+    return next(fitting, None)
 
 
 def _is_gated_norm(module: Any) -> bool:

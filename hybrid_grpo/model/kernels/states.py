@@ -20,11 +20,7 @@ _ACTIVATIONS = {None: False, "silu": True, "swish": True}
 
 
 def causal_conv1d_update(
-    hidden_states: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
+    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor | None:
     """Return the causal convolution of one new token of each sequence, [n, C, 1].
 
@@ -45,14 +41,7 @@ def causal_conv1d_update(
 
 
 def recurrent_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    *,
-    unit: bool,
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *, unit: bool
 ) -> Tensor | None:
     """Return the outputs [n, 1, heads, dv] of one new token of each sequence.
 
@@ -83,13 +72,7 @@ def recurrent_delta_rule(
 
 
 def state_space_update(
-    state: Tensor,
-    x: Tensor,
-    step: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor | None,
+    state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor | None
 ) -> Tensor | None:
     """Return the outputs [n, heads, d] of one new token of each sequence, of Mamba 2 or, with one head, of Mamba 1.
 

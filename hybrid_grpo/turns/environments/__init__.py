@@ -1,1 +1,1 @@
-"""Environments: `environments` answers turns with observations; `instances` runs them in worker processes."""
+"""Environments: `environments` answers turns with observations; `in_worker` runs them in worker processes."""

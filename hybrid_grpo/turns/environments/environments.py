@@ -71,6 +71,9 @@ class Instance:
     failure: str | None = None
     """Why the environment failed, after which it gets no more requests; None if it has not failed."""
 
+    def take_end(self, found: dict[str, Any]) -> None:
+        self.total, self.state = found["reward"], found["state"]
+
     @property
     def episode(self) -> Episode:
         if self.failure is not None:
@@ -79,8 +82,7 @@ class Instance:
 
 
 class Environments:
-    """The classes of `rollout.environment`: a `Partner` that answers turns that are steps. `Tools` calls the methods
-    that are tools.
+    """The classes of `rollout.environment`: a `Partner` that answers turns that are steps. `Tools` calls the others.
 
     Creating it raises UserError if a class cannot be imported, or is not an environment.
 
@@ -129,8 +131,7 @@ class Environments:
                     )
 
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Opening]:
-        """Reset the environments of prompts, at most `_most` at a time, and wait for all. The number of failures is
-        printed, with the reason for the first one."""
+        """Reset the environments of prompts, at most `_most` at a time, and wait for all. Failures are printed."""
         free = threading.BoundedSemaphore(self._most)
         asked: list[Future[Reply] | None] = []
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -138,7 +139,7 @@ class Environments:
                 asked.append(None)
                 continue
             free.acquire()
-            lease, future = self._lease(self.kind(prompt)), Future[Reply]()
+            lease, future = self._leases.lease(self.kind(prompt).index), Future[Reply]()
             future.add_done_callback(lambda _: free.release())
             lease.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
             lease.release()
@@ -163,9 +164,6 @@ class Environments:
             )
         return openings
 
-    def _lease(self, kind: Kind) -> Lease:
-        return self._leases.lease(kind.index)
-
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
         columns["prompt"] = opening.text
@@ -179,14 +177,14 @@ class Environments:
             prompt = trajectory.prompt
             assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
             kind, failure = self.kind(prompt), prompt.opening.failure
-            instance = self._instances[trajectory.key] = Instance(kind, self._lease(kind), failure=failure)
+            lease = self._leases.lease(kind.index)
+            instance = self._instances[trajectory.key] = Instance(kind, lease, failure=failure)
             if failure is None:
                 self._ask(instance, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
         return self._instances[trajectory.key]
 
     def _ask(self, instance: Instance, request: Mapping[str, Any], done: Callable[[Any], None]) -> None:
-        """Make a request. `done` is called with its result. If the request fails, the environment has failed too, and
-        `done` is called with None."""
+        """Make a request. `done` is called with its result, or None if it, and so the environment, has failed."""
         if instance.failure is not None:
             return done(None)
         start_s = time.perf_counter()
@@ -241,7 +239,7 @@ class Environments:
                 instance.steps.append((end, found["reward"]))
             if "end" not in found:
                 return done(Answer([user_message(found["said"])]))
-            self._take_end(instance, found["end"])
+            instance.take_end(found["end"])
             done(Answer(finish="stop" if found["done"] else "length"))
 
         self._ask(instance, {"do": "step", "text": turn.content, "is_last": trajectory.is_last}, finish)
@@ -252,13 +250,10 @@ class Environments:
 
         def ended(found: dict[str, Any] | None) -> None:
             if found is not None:
-                self._take_end(instance, found)
+                instance.take_end(found)
             done(Answer(finish=finish))
 
         self._ask(instance, {"do": "end"}, ended)
-
-    def _take_end(self, instance: Instance, found: dict[str, Any]) -> None:
-        instance.total, instance.state = found["reward"], found["state"]
 
     def episode(self, key: int) -> Episode | None:
         """Return the outcome of a completion's environment, if it has one, and release its process."""

@@ -51,8 +51,7 @@ class EnvironmentEntry:
     """Always empty, since environments have no fixed arguments."""
 
     def load(self, name: str) -> EnvironmentProcess:
-        """Find the class of the entry, which messages call `name`, and its methods. Raises UserError if there is no
-        such class, or if it is not an environment."""
+        """Find the class of the entry, which messages call `name`; raises UserError if it is no environment."""
         place, setting = self.factory.rpartition(":")[0], f"{name} {self.factory}"
         factory: Any = import_object(self.factory, setting)
         kind = factory if inspect.isclass(factory) else type(_made(factory, setting))
@@ -255,18 +254,15 @@ def _stepped(result: Any) -> tuple[Any, Any, bool]:
 
 def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:
     """Return JSON schemas of the methods that are tools; none if every turn is a step."""
-    if "step" in methods and _takes_turns(methods["step"]):
+    step = methods.get("step")
+    # The docstring of a tool describes its arguments.
+    is_described = re.search(r"^\s*Args:", inspect.getdoc(step) or "", re.MULTILINE)
+    if step is not None and len(inspect.signature(step).parameters) > 1 and not is_described:
         return []
     tools = {n: f for n, f in methods.items() if n not in _OWN and not n.startswith("_")}
     if not tools:
         raise UserError(f"{setting} has no step, and no method that the model could call: give it one of them")
     return [described(MethodType(f, object()), f"{setting}: {n}") for n, f in tools.items()]
-
-
-def _takes_turns(step: Callable[..., Any]) -> bool:
-    """Whether `step` takes the text of a turn; otherwise it is a tool, whose docstring describes its arguments."""
-    is_described = re.search(r"^\s*Args:", inspect.getdoc(step) or "", re.MULTILINE)
-    return len(inspect.signature(step).parameters) > 1 and not is_described
 
 
 def _made(factory: Callable[[], Any], setting: str) -> Any:

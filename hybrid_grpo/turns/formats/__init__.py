@@ -4,8 +4,7 @@
     xml_calls.py    arguments in tags, typed by the tool's schema
     literals.py     other calls: as in Python, or with Gemma's values
 
-Readers follow the chat templates of their models and the tests of vLLM's parsers (github.com/vllm-project/vllm,
-tests/tool_parsers).
+Readers follow the chat templates of their models, and the tests of vLLM's parsers (its tests/tool_parsers).
 """
 
 from __future__ import annotations

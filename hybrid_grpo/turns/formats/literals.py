@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hybrid_grpo.turns.calls import Part, Properties, ToolCall, unended
@@ -29,8 +29,7 @@ def _as_python(found: re.Match[str]) -> str:
 
 
 def _parsed(text: str) -> ast.expr:
-    """Parse an expression of Python, whose strings may have ends of lines and whose numbers zeros before them. Raise
-    ValueError if it is not one."""
+    """Parse an expression of Python, or raise ValueError. Strings may have ends of lines, and numbers begin with 0."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes
@@ -81,6 +80,18 @@ def _listed(text: str) -> Iterator[Part]:
     yield from map(_call, calls.elts)
 
 
+def _between(text: str, begin: str, end: str, list_of: Callable[[str], str]) -> Iterator[Part]:
+    """Yield the calls between two tags, of whose text `list_of` makes a list, and what is around them."""
+    before, begun, rest = text.partition(begin)
+    yield before
+    if begun:
+        body, ended, after = rest.partition(end)
+        yield from _listed(list_of(body))
+        yield after
+        if not ended:
+            yield unended(begin)
+
+
 _BEGINS = re.compile(r"\[\s*[^\W\d][\w.-]*\(\s*(?:\)|[^\W\d]\w*\s*=[^=])")
 
 
@@ -100,26 +111,12 @@ _LINES = re.compile(r"\)[^\S\n]*\n\s*(?=[^\W\d][\w.-]*\()")
 
 def olmo3(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
     """<function_calls>f(a=1)</function_calls>, with one call per line, as written by OLMo 3."""
-    before, begin, rest = text.partition("<function_calls>")
-    yield before
-    if begin:
-        body, end, after = rest.partition("</function_calls>")
-        yield from _listed(f"[{_LINES.sub('), ', body)}]")
-        yield after
-        if not end:
-            yield unended("<function_calls>")
+    return _between(text, "<function_calls>", "</function_calls>", lambda body: f"[{_LINES.sub('), ', body)}]")
 
 
 def lfm2(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
     """<|tool_call_start|>[f(a=1), g(b='c')]<|tool_call_end|>, as written by LFM2."""
-    before, begin, rest = text.partition("<|tool_call_start|>")
-    yield before
-    if begin:
-        body, end, after = rest.partition("<|tool_call_end|>")
-        yield from _listed(body)
-        yield after
-        if not end:
-            yield unended("<|tool_call_start|>")
+    return _between(text, "<|tool_call_start|>", "<|tool_call_end|>", lambda body: body)
 
 
 _GEMMA = re.compile(

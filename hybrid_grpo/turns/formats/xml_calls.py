@@ -29,18 +29,15 @@ def xml_format(call: str, argument: str, around: str) -> Format:
                 yield ValueError(f"between the arguments stands {arguments.sub('', body).strip()[:80]!r}")
             else:
                 types = tools.get(name, {})
-                given = {one["key"].strip(): _line(one["value"]) for one in arguments.finditer(body)}
-                yield ToolCall(name, {key: typed(value, types.get(key, {})) for key, value in given.items()})
+                given = {one["key"].strip(): one["value"] for one in arguments.finditer(body)}
+                # Line breaks may enclose a value.
+                lines = {key: value.removeprefix("\n").removesuffix("\n") for key, value in given.items()}
+                yield ToolCall(name, {key: typed(value, types.get(key, {})) for key, value in lines.items()})
         yield wrapped.sub("", text[place:])
         if place == 0 and wrapped.search(text):
             yield ValueError("it begins calls, and there is none")
 
     return parts
-
-
-def _line(value: str) -> str:
-    """Return a value without the line breaks that may enclose it."""
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 def typed(text: str, schema: Any) -> Any:

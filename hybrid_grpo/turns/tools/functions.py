@@ -126,8 +126,7 @@ def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> 
 
 
 def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
-    """Return the JSON schema of a function. Raises UserError, whose message begins with `setting`, if it lacks type
-    hints or a docstring."""
+    """Return the JSON schema of a function. Raises UserError, which begins with `setting`, if it cannot be made."""
     # Late, since only processes with tools need it.
     from transformers.utils.chat_template_utils import get_json_schema
 

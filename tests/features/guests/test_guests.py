@@ -26,8 +26,7 @@ from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores
 from hybrid_grpo.features.guests import guests as module
-from hybrid_grpo.features.guests.guests import Guests
-from hybrid_grpo.features.guests.memory import GuestMemory
+from hybrid_grpo.features.guests.guests import GuestMemory, Guests
 from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
 from hybrid_grpo.features.guests.writers import GuestFile, Learner
 from hybrid_grpo.generation import loop

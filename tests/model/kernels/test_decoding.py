@@ -72,9 +72,9 @@ def test_norms_of_either_kind_are_recognized_and_others_left(offset, size):
 
     with torch.no_grad():
         norm, x = SomeRMSNorm(1), random(3, 2, size)
-        taken = decoding._norm_of(norm)
-        assert torch.allclose(taken(norm, x), norm(x), atol=1e-5)
-        assert decoding._norm_of(SomeRMSNorm(2)) is None
+        assert decoding.norm_offset(norm) == offset
+        assert torch.allclose(decoding._rms_norm(norm, offset, x), norm(x), atol=1e-5)
+        assert decoding.norm_offset(SomeRMSNorm(2)) is None
 
 
 @needs_compiler

@@ -23,7 +23,7 @@ from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.distributed.hardware import Hardware
 from hybrid_grpo.distributed.workers.calls import Call
-from hybrid_grpo.model.processors import load_processor
+from hybrid_grpo.model.sight import load_processor
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.models.reward_model import forwards, held, reward_model
 from hybrid_grpo.rewards.scorer import Rewards

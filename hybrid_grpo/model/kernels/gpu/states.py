@@ -180,14 +180,7 @@ def causal_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    *,
-    unit: bool,
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *, unit: bool
 ) -> Tensor:
     """Return the outputs of one new token of each sequence, [n, heads, dv], of a gated delta rule (arXiv:2412.06464).
 
@@ -213,16 +206,9 @@ def delta_rule(
 
 
 def selective_update(
-    state: Tensor,
-    x: Tensor,
-    step: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor | None,
+    state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor | None
 ) -> Tensor:
-    """Return the outputs of one new token of each sequence, [n, heads, d], of Mamba 2 (arXiv:2405.21060), or of Mamba 1
-    (arXiv:2312.00752).
+    """Return the outputs of a new token of each sequence, [n, heads, d]; Mamba 1 (arXiv:2312.00752) or 2 (2405.21060).
 
     Args:
         state: [n, heads, d, size], contiguous; x: [n, heads, d], whose heads follow each other.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from gpu_kernels import DEVICE, DTYPES, cases, rounding
 
-from hybrid_grpo.model.kernels.gpu.gate import SiluTimes
-from hybrid_grpo.model.kernels.gpu.norm import AddNorm, Formula
+from hybrid_grpo.model.kernels.gpu.gate import SiluTimes, silu_times
+from hybrid_grpo.model.kernels.gpu.norm import AddNorm, Formula, add_norm
 from hybrid_grpo.model.kernels.gpu.rotary import Rotate
 from hybrid_grpo.model.layers import rms_norm, rotated
 
@@ -55,6 +55,12 @@ def test_norm_with_residual(case, seeded):
     wanted = [leaf for leaf in (x, residual, weight) if leaf is not None and leaf.requires_grad]
     given = ([total, out], [dtotal, dout]) if both else ([out], [dout])
     found = torch.autograd.grad(given[0], wanted, given[1])
+    if formula == LLAMA:
+        # In a decode step the sum is written over one of the two.
+        flat, other = (None if part is None else part.detach().reshape(-1, size).clone() for part in (x, residual))
+        to = flat, torch.empty_like(flat), flat.new_empty(len(flat), dtype=torch.float32)
+        sums, normed = add_norm(flat, other, weight.detach(), formula.epsilon, to if case % 2 else None)
+        assert torch.equal(sums, total.reshape(sums.shape)) and torch.equal(normed, out.view_as(normed))
 
     exact = x.double() if residual is None else x.double() + residual.double()
     assert_within(total, exact, 1, exact.abs())
@@ -82,7 +88,13 @@ def test_gate_times_up(case, seeded):
         laid_out(random(generator, dtype, *shape, scale=rng.choice([0.1, 1, 20])), rng.choice(["", "apart", "turned"]))
         for _ in range(3)
     )
+    if case % 10 == 0:
+        gate[0, 0, 0] = rng.choice([0.0, 80.0, -80.0, -1e4])
     out = SiluTimes.apply(gate.requires_grad_(), up.requires_grad_())
+    # In a decode step both are parts of longer rows.
+    rows, again = torch.cat([gate, up], -1).detach().flatten(0, 1), torch.empty_like(out).flatten(0, 1)
+    silu_times(*rows.split(shape[-1], -1), again)
+    assert torch.equal(again.view_as(out), out)
     dgate, dup = torch.autograd.grad(out, [gate, up], dout)
     g, u = (leaf.detach().double().requires_grad_() for leaf in (gate, up))
     expected = g * torch.sigmoid(g) * u

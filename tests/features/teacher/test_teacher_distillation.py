@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
 from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence
 from hybrid_grpo.features.teacher.settings import TeacherConfig
-from hybrid_grpo.features.teacher.teacher import Teacher
+from hybrid_grpo.features.teacher.teacher import Teacher, measure_teacher, teacher_advantages, teacher_loss
 from hybrid_grpo.grpo.loss import policy_loss
 from hybrid_grpo.model.logprobs import LogitShape
 

@@ -8,7 +8,7 @@ from hybrid_grpo.commands.plan import step_seconds
 from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.data import MixtureConfig
-from hybrid_grpo.features.teacher import memory as memories
+from hybrid_grpo.features.teacher import teacher as teachers
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.run.memory.dry_run import DryRun
 from hybrid_grpo.run.memory.plan import Plan
@@ -19,9 +19,9 @@ def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_t
 
     def teacher(weights: int = count, data: DataConfig | None = None, **settings) -> tuple[int, int]:
         """Bytes on the device and on its host, with 8 ranks of 32 completions."""
-        monkeypatch.setattr(memories, "parameters_of", lambda _: weights)
+        monkeypatch.setattr(teachers, "parameters_of", lambda _: weights)
         config = recipe(3, rollout=rollout, teacher=TeacherConfig(**settings), data=data or DataConfig())
-        made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, features=[memories.TeacherMemory(config)])
+        made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, features=[teachers.TeacherMemory(config)])
         training = step_seconds(made)["training"]
         assert step_seconds(made)["teacher"] == pytest.approx((weights or N) / N * training / 3)
         on_device, on_host = (
@@ -42,7 +42,7 @@ def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_t
 def test_a_comparison_with_a_teacher_is_counted(top_k):
     """What is told at 98 places is there all the time; the head has some tiles, which are of all logits here."""
     config, settings = tiny_config("llama", hidden=64), (PolicyConfig(dtype="float32"), LoraConfig())
-    head = memories.TeacherMemory(
+    head = teachers.TeacherMemory(
         TrainConfig(teacher=TeacherConfig(prompt_column="solved", into="loss", top_k=top_k))
     ).head
     plain = DryRun(config, *settings).training(micro_batch(2, 96))
