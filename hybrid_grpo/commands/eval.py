@@ -95,6 +95,7 @@ def measure(config: EvaluateConfig) -> Measured:
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.model.reading import Reading
+    from hybrid_grpo.records.metrics.meter import Meter
     from hybrid_grpo.run.inputs import read_eval_inputs
 
     device = engine.start()
@@ -107,7 +108,7 @@ def measure(config: EvaluateConfig) -> Measured:
     inputs.load_models(engine.OffloadedModel)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     reading = Reading(sight_of(inputs.sampler.album, config.policy, device))
-    meter = inputs.meter(device)
+    meter = Meter(device)
     measured = Measured(config.policy.model, {})
     for held_out in inputs.eval_sets:
         rollout = held_out.settings.rollout

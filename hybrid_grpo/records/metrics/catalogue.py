@@ -3,7 +3,7 @@
 This module does not import torch, so that programs that only read a run start quickly.
 """
 
-import difflib
+import functools
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +51,7 @@ FIXED = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
 PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for metric in CATALOGUE if "<" in metric.name]
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def find(name: str) -> Metric | None:
     """Return the catalogue's entry for `name`, renamed to `name` if it is a pattern; None if there is no entry."""
     if name in FIXED:
@@ -59,11 +60,10 @@ def find(name: str) -> Metric | None:
 
 
 def describe(name: str) -> Metric:
-    """Like `find`, but if there is no entry, raise KeyError, which names the most similar one."""
+    """Like `find`, but raise KeyError if there is no entry."""
     metric = find(name)
     if metric is None:
-        nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]
-        raise KeyError(f"{name} is not in the catalogue of metrics; the nearest is {nearest}")
+        raise KeyError(f"{name} is not in the catalogue of metrics")
     return metric
 
 
