@@ -51,7 +51,6 @@ FIXED = {metric.name: metric for metric in CATALOGUE if "<" not in metric.name}
 PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for metric in CATALOGUE if "<" in metric.name]
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def find(name: str) -> Metric | None:
     """Return the catalogue's entry for `name`, renamed to `name` if it is a pattern; None if there is no entry."""
     if name in FIXED:
@@ -59,6 +58,7 @@ def find(name: str) -> Metric | None:
     return next((replace(metric, name=name) for pattern, metric in PATTERNS if pattern.fullmatch(name)), None)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def describe(name: str) -> Metric:
     """Like `find`, but raise KeyError if there is no entry."""
     metric = find(name)
