@@ -58,7 +58,7 @@ def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_fi
 
 
 def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
-    """Garbage in alarms.jsonl and a journal that is a folder ended runs with tracebacks."""
+    """Garbage in alarms.jsonl ended runs with tracebacks."""
     config = TrainConfig(run=RunConfig("run", str(tmp_path), steps=9, resume="auto"))
     folder = tmp_path / "run"
     checkpoint = folder / "checkpoints" / "step_000002"
@@ -68,23 +68,15 @@ def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
     lines = [{"step": step} for step in (1, 1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     alarm = {"step": 1, "alarm": "kl", "since": 1, "message": "m", "action": "say"}
-    (folder / "alarms.jsonl").write_bytes(b"\xff\xfe\n[]\n" + json.dumps(alarm).encode() + b'\n{"ste')
+    (folder / "alarms.jsonl").write_bytes(json.dumps(alarm).encode() + b'\n\xff\xfe\n{"ste')
     (folder / "details.jsonl").write_bytes(b'{"step":1}\n\x00\n{"step":2}\n')
-    (folder / "journal" / "step_000003.rank_0").mkdir(parents=True)
-    (folder / "prompts.jsonl").mkdir()
-    (folder / "rollouts").write_text("")
     run = begun(config)
     Log(LogConfig(wandb="disabled"), folder, 9, run.start.step).close()
     said = [line.replace(f"{folder}/", "") for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert said == [
         "WARNING: metrics.jsonl: some of its lines are damaged; the run continues without them",
-        "WARNING: prompts.jsonl: it is not a file or folder of a run; it is kept as damaged_1.prompts.jsonl",
-        "WARNING: rollouts: it is not a file or folder of a run; it is kept as damaged_1.rollouts",
-        "WARNING: journal/step_000003.rank_0: it is not a file or folder of a run; it is kept as"
-        " damaged_1.step_000003.rank_0",
         "WARNING: metrics.jsonl: it is damaged; it is kept as damaged_1.metrics.jsonl",
-        "WARNING: alarms.jsonl: 2 of its lines cannot be read, the others are kept; it is kept as"
-        " damaged_1.alarms.jsonl",
+        "WARNING: alarms.jsonl: a line cannot be read; the original is kept as damaged_1.alarms.jsonl",
         "WARNING: details.jsonl: a line cannot be read; the original is kept as damaged_1.details.jsonl",
     ]
     assert read_jsonl(folder / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
