@@ -148,8 +148,6 @@ def _interruptible() -> Iterator[Callable[[], None]]:
 
 
 class _Terminal:
-    """Reads messages and commands, and shows the answers."""
-
     def __init__(self, history: ChatHistory, answer: Answer) -> None:
         self._history, self._answer = history, answer
         self._typed = sys.stdin.isatty()

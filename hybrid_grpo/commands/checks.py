@@ -11,7 +11,6 @@ from hybrid_grpo.records.publishing.options import PublishOptionsConfig
 
 
 def check_eval(config: EvaluateConfig) -> None:
-    """Raise UserError if an evaluation cannot work on this machine."""
     check_policy(config.policy)
     sets = check_held_out(config)
     refuse(
@@ -29,7 +28,6 @@ def check_eval(config: EvaluateConfig) -> None:
 
 
 def check_generate(config: GenerateConfig, world_size: int) -> None:
-    """Raise UserError if completions cannot be generated on this machine with this number of ranks."""
     check_policy(config.policy)
     output = config.generate.output
     if config.reads_stdin:
@@ -41,7 +39,6 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
 
 
 def check_chat(config: ChatConfig, world_size: int) -> None:
-    """Raise UserError if a chat cannot work on this machine with this number of ranks."""
     check_policy(config.policy)
     refuse(world_size > 1, f"chat runs in one process, but there are {world_size} ranks: start it without a launcher")
 

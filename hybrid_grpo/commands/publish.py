@@ -13,7 +13,6 @@ COMMAND = "publish RUN"
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the arguments, publish the model, and print the address of the repository, or the folder."""
     folder, options = leading_argument(arguments, f"{COMMAND} --publish.hub NAME or --publish.folder FOLDER")
     print(publish(Path(folder), parse(PublishConfig, options, COMMAND).config.publish))
 

@@ -125,5 +125,4 @@ class LogConfig:
 
     @property
     def profiled(self) -> list[int]:
-        """The steps in `profile`, as a list."""
         return self.profile if isinstance(self.profile, list) else [self.profile]

@@ -61,8 +61,6 @@ def make_table(first: str, others: Iterable[str]) -> Table:
 
 
 class Display(Protocol):
-    """Shows the metrics of steps."""
-
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
     def close(self) -> None: ...

@@ -125,7 +125,6 @@ class Features:
 
     @property
     def needs_old_logp(self) -> bool:
-        """Whether any feature needs the log-probabilities of the policy that sampled."""
         return any(feature.needs_old_logp for feature in self._features)
 
     @property
@@ -135,7 +134,6 @@ class Features:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """The features' parts of a checkpoint, by the name of the feature."""
         return {feature.name: feature.state for feature in self._features if feature.state is not None}
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
@@ -147,7 +145,6 @@ class Features:
         return off_policy
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """Return the features' metrics of a rollout and its scores."""
         numbers = Numbers()
         for feature in self._with("measure"):
             numbers |= feature.measure(rollout, scores)

@@ -69,7 +69,6 @@ class EvalInputs:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the policy."""
         return self.sampler.tokenizer
 
     @property
@@ -142,12 +141,10 @@ class RunInputs(EvalInputs):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion."""
         return self.sampler.stop_ids
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Training prompts."""
         return self.training.prompts
 
     @property
@@ -162,7 +159,6 @@ class RunInputs(EvalInputs):
         return max((held_out.rows for held_out in self.eval_sets), default=0)
 
     def fingerprints(self, config: TrainConfig) -> Fingerprints:
-        """Return the fingerprints of all inputs."""
         default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
         rows: dict[str, Sequence[Any]] = {"training rows": self.prompts}
         for held_out in self.eval_sets:

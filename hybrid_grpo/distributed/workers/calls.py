@@ -79,7 +79,6 @@ def raised(error: BaseException, message: str, rows: int, hint: str = "") -> Rep
 
 
 def timed_out(timeout_s: float, rows: int) -> Reply:
-    """Return the reply to a call that took too long."""
     return failed(Failure("timeout", f"took longer than its timeout_s, {timeout_s:g}"), rows)
 
 

@@ -25,7 +25,6 @@ _NICENESS = "10"
 
 
 def start_tracker(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> TrackerProcess | None:
-    """Start the process of wandb, unless wandb is disabled."""
     mode = resolve_wandb_mode(config.wandb)
     if mode == "disabled":
         return None
@@ -96,7 +95,6 @@ class TrackerProcess:
             say(f"{OFF}: its process ended with status {status}", sys.stderr)
 
     def ask(self, failed: bool = False) -> None:
-        """Ask wandb to finish; `failed` says whether the run failed."""
         self.look()
         with suppress(OSError):
             self._input.write(b"failed\n" if failed else b"ended\n")
