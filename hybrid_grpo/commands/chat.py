@@ -121,7 +121,6 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
             cut = groups[0][0].finish == "length"
             limit = min(("max_turn_tokens", "max_completion_tokens"), key=lambda n: getattr(rollout, n) or sys.maxsize)
             why = f"cut at rollout.{limit} {getattr(rollout, limit)}" if cut else ""
-        write(stream.rest())
         return stream.text, why
 
     return history, answer

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hybrid_grpo.distributed.workers.calls import Call, Reply
     from hybrid_grpo.distributed.workers.pool import Caller
     from hybrid_grpo.rewards.loader import Reward
-    from hybrid_grpo.rewards.scorer import Timeline
 
 COMMAND = "score FILE_OR_RUN"
 _ROWS = 256
@@ -62,7 +61,7 @@ def run(arguments: list[str]) -> None:
 def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     from hybrid_grpo.data.batch import Rollout, Scores
     from hybrid_grpo.rewards.loader import load_rewards
-    from hybrid_grpo.rewards.scorer import Rewards
+    from hybrid_grpo.rewards.scorer import Rewards, Timeline
 
     loaded = load_rewards(config.rewards, config.scoring)
     tokenizer = _tokenizer(loaded, config.policy.model)
@@ -70,7 +69,9 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     calls: dict[str, list[Future[Reply]]] = {reward.name: [] for reward in loaded}
     loaded = [replace(reward, caller=partial(_recorded, reward.caller, calls[reward.name])) for reward in loaded]
     scoring = replace(config.scoring, max_wait_s=_FOREVER_S)
-    rewards = Rewards(loaded, scoring, tokenizer, timeline=_timeline(source))
+    # A run is as long as it has saved rollouts, and that is one epoch; a file is one step.
+    steps = max(rollout_files(Path(source) / "rollouts"), default=1)
+    rewards = Rewards(loaded, scoring, tokenizer, timeline=Timeline(steps, steps))
     rewards.load_models()
     everything: list[Scores] = []
     before: list[Line] = []
@@ -118,14 +119,6 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         all(value_B.isnan().all() for value_B in scores.by_function.values()),
         "rewards: nothing could be scored: no function gave a number for any completion",
     )
-
-
-def _timeline(source: str) -> Timeline:
-    """Return the length of a run as far as it has saved rollouts, as one epoch; that of a file is one step."""
-    from hybrid_grpo.rewards.scorer import Timeline
-
-    steps = max(rollout_files(Path(source) / "rollouts"), default=1)
-    return Timeline(steps, steps)
 
 
 def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
@@ -225,7 +218,7 @@ def _table(columns: dict[str, dict[str, Any]]) -> Table:
     """Return a table with one column for every record and one row for every key that occurs in a record."""
     table = make_table("", columns)
     for key in dict.fromkeys(key for column in columns.values() for key in column):
-        table.add_row(key.replace("_", " "), *(_shown(column.get(key)) for column in columns.values()))
+        table.add_row(key, *(_shown(column.get(key)) for column in columns.values()))
     return table
 
 
