@@ -168,19 +168,14 @@ def _forward(stream: IO[bytes], descriptor: int) -> None:
     left = _MOST_PRINTED
     with stream, suppress(OSError):
         while text := os.read(stream.fileno(), 1 << 16):
-            if left > 0 and len(text) >= left:
-                text = (
-                    text[:left]
-                    + b"\nWARNING: worker processes print more than "
-                    + (f"{_MOST_PRINTED >> 20} MiB: the rest is left out\n".encode())
+            shown, left = text[:left], left - len(text[:left])
+            if shown and not left:
+                notice = (
+                    f"\nWARNING: worker processes print more than {_MOST_PRINTED >> 20} MiB: the rest is left out\n"
                 )
-                left = 0
-            elif left > 0:
-                left -= len(text)
-            else:
-                continue
-            while text:
-                text = text[os.write(descriptor, text) :]
+                shown += notice.encode()
+            while shown:
+                shown = shown[os.write(descriptor, shown) :]
 
 
 class Worker:
