@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybrid_grpo.commands.checks import check_publish
 from hybrid_grpo.commands.configs import PublishConfig
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.publishing.options import PublishOptionsConfig
 
@@ -19,7 +19,10 @@ def run(arguments: list[str]) -> None:
 
 def publish(folder: Path, options: PublishOptionsConfig) -> str:
     """Publish the model of the run in `folder`; return the address of the repository or folder. Raises UserError."""
-    check_publish(options)
+    refuse(
+        options.hub is None and options.folder is None, "publish.hub and publish.folder are not set: give one of them"
+    )
+    refuse(None not in (options.hub, options.folder), "publish.hub and publish.folder are both set: remove one")
 
     from hybrid_grpo.records.publishing import publication
 

@@ -7,6 +7,7 @@ from every function, the reason for each failure and, for a run, its original re
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import track
 from rich.table import Table
 
-from hybrid_grpo.commands.checks import check_score
 from hybrid_grpo.commands.configs import ScoreConfig
+from hybrid_grpo.config.checks import check_output, check_rewards
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.sources import check_source
 from hybrid_grpo.records.console import make_console, make_table
 from hybrid_grpo.records.files import json_lines, reader_may_leave, rollout_files
 
@@ -53,9 +55,29 @@ def run(arguments: list[str]) -> None:
     if is_run and (folder / "model").is_dir():
         defaults += ["--policy.model", f"{folder}/model"]
     config = parse(ScoreConfig, [*defaults, *options], COMMAND).config
-    check_score(config, source, is_run=is_run)
+    _check(config, source, is_run=is_run)
     with reader_may_leave():
         _score(config, source, is_run=is_run)
+
+
+def _check(config: ScoreConfig, source: str, *, is_run: bool) -> None:
+    """Refuse scoring that would fail. `source` is a file of completions or, if `is_run`, the folder of a run."""
+    check_rewards(config.rewards)
+    score = config.score
+    refuse(
+        score.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", score.steps),
+        f"score.steps {score.steps!r} is not a range of steps: give one as in 100-200, 100-, -200 or 100",
+    )
+    check_output("score.output", score.output, "the completions that are scored", source)
+    output = Path(score.output)
+    refuse(
+        is_run and output.exists() and Path(source).resolve() in output.resolve().parents,
+        f"score.output {output} would replace a file of the run: give another",
+    )
+    if not is_run:
+        refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: remove it")
+        if source != "-":
+            check_source("SOURCE", source)
 
 
 def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:

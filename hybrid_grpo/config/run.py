@@ -118,8 +118,7 @@ class LogConfig:
     @model_validator(mode="after")
     def _check(self) -> LogConfig:
         refuse(
-            len(set(self.profiled)) < len(self.profiled),
-            f"log.profile {self.profile} names a step twice: remove one",
+            len(set(self.profiled)) < len(self.profiled), f"log.profile {self.profile} names a step twice: remove one"
         )
         return self
 

@@ -42,12 +42,7 @@ class TrackerProcess:
     """The process of wandb. It reads what it shows from the run's folder; rank 0 waits for it only in `close`."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: LogConfig,
-        settings: dict[str, Any],
-        done: int = -1,
-        limit_s: float = LIMIT_SECONDS,
+        self, folder: Path, config: LogConfig, settings: dict[str, Any], done: int = -1, limit_s: float = LIMIT_SECONDS
     ) -> None:
         """
         Args:
