@@ -33,8 +33,6 @@ COMMAND = "eval [RUN]"
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one model."""
-
     model: str
     values: dict[str, float]
     """The numbers by metric name."""

@@ -112,7 +112,6 @@ class Interface:
     """Anything else that an entry reports about the callee that it has loaded, in JSON types."""
 
     def accepts(self, name: str) -> bool:
-        """Whether the callee can be given an input of this name."""
         return name not in self.settings and (self.accepted is None or name in self.accepted)
 
 

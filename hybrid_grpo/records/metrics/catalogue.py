@@ -23,8 +23,6 @@ TOKEN_METRICS = ("completion/sampled_tokens", "sft/tokens")
 
 @dataclass(frozen=True)
 class Metric:
-    """One entry of the catalogue."""
-
     name: str
     meaning: str
     reduction: Reduction

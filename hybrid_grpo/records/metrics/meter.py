@@ -91,14 +91,6 @@ class Meter:
         }
         return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
 
-    def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
-        """Reduce only `numbers`, as `reduce` would; what was added to the meter stays there. Collective."""
-        added, spans, self._added = self._added, self.spans, {}
-        self.update(numbers)
-        values = self.reduce()
-        self._added, self.spans = added, spans
-        return values
-
     def reduce(self) -> dict[str, float]:
         """Return the step's metrics that any rank added, the same on all ranks; empty the meter. Collective."""
         own = {name: _of_rank(added, describe(name).reduction) for name, added in self._read().items() if added}

@@ -31,16 +31,6 @@ def test_durations():
     assert [duration(seconds) for seconds in (4.24, 200, 7500)] == ["4.2 s", "3 min 20 s", "2 h 05 min"]
 
 
-def test_looking_at_some_numbers_in_a_step_leaves_the_others_and_the_stages():
-    """Wherever an alarm might skip, details.jsonl lacked the stages before the update."""
-    meter = Meter()
-    with meter.time("time/generate_s"):
-        meter.add("policy/lr", 0.5)
-    assert meter.reduced({"reward/mean": (2.0, 4)}) == {"reward/mean": 2.0}
-    assert [stage for stage, _, _ in meter.spans] == ["generate"]
-    assert meter.reduce().keys() == {"time/generate_s", "policy/lr"} and meter.spans == []
-
-
 def test_an_unknown_name_is_refused():
     with pytest.raises(KeyError, match="policy/grad_nrom is not in the catalogue"):
         Meter().add("policy/grad_nrom", 1.0)
