@@ -46,21 +46,14 @@ def named(config: ModelRunConfig) -> ModelRunConfig:
 
 def unnamed(folder: Path, command: str, resume: str) -> str:
     """Return the name in `folder` of a run of `command` that was given none: the command and the time or, if `resume`
-    is "auto", the newest such run that is not finished, which is printed. Earlier versions named them all "run"."""
+    is "auto", the newest such run that is not finished, which is printed."""
     earlier = sorted(folder.glob(NAMED_BY_TIME.format(command)), reverse=True)
-    earlier += [folder / "run"] if _is_of(folder / "run", command) else []
     if resume == "auto" and earlier:
         if (run := next((run for run in earlier if not is_finished(run)), None)) is not None:
             say(f"run.resume auto: {run} is the newest unfinished run of {command} without a name")
             return run.name
         say(f"run.resume auto: a new run, as {earlier[0]} is finished: --run.name {earlier[0].name} continues it")
     return unused_name(folder, command)
-
-
-def _is_of(run: Path, command: str) -> bool:
-    """Return whether `run` is the folder of a run of `command`: each command has a section that no other has."""
-    section, config = "grpo" if command == "train" else command, run / "config.yaml"
-    return config.is_file() and f"\n{section}:" in config.read_text(encoding="utf-8", errors="replace")
 
 
 class RunFolder:
