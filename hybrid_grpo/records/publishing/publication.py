@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
@@ -146,11 +146,8 @@ def _check_target(target: Path) -> None:
 def _folder_beside(target: Path) -> Iterator[Path]:
     """Yield a temporary folder on the same disk as `target`, an absolute path."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}_", dir=target.parent))
-    try:
-        yield beside
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with TemporaryDirectory(prefix=f".{target.name}_", dir=target.parent, ignore_cleanup_errors=True) as beside:
+        yield Path(beside)
 
 
 def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, name: str) -> None:
