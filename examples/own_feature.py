@@ -20,7 +20,7 @@ from hybrid_grpo.run.feature import Feature, LossTerm
 class EntropyTarget(Feature):
     """Holds the mean entropy of a token at `target`, in nats."""
 
-    name, names = "entropy_target", {"<number>": ["entropy_coef"]}
+    name = "entropy_target"
     target, change = 3.0, 0.005
 
     def __init__(self, *run: Any) -> None:

@@ -32,9 +32,10 @@ from hybrid_grpo.records.metrics.measurements import (
     measure_step,
     sampling_spans,
 )
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.carry import Carry
 from hybrid_grpo.run.evaluation import EvalSet
-from hybrid_grpo.run.feature import Feature, Scored, metric_names
+from hybrid_grpo.run.feature import Feature, Scored
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.run.stage import RunServices, Stage
@@ -64,8 +65,7 @@ class Trainer(Stage):
         features: Sequence[Feature] = (),
         services: RunServices | None = None,
     ) -> None:
-        meter = inputs.meter(device, config.data.source_names, metric_names(features))
-        super().__init__(policy, meter, features, services)
+        super().__init__(policy, Meter(device), features, services)
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
         self.eval_sets, self.partners, self.stop_ids = inputs.eval_sets, inputs.partners, inputs.stop_ids
         self.loader: StepLoader = inputs.training.loader(config, plan, device)

@@ -81,7 +81,6 @@ def trainer(policy: SamplingContext, grpo=None, **rollout) -> Trainer:
         outcome="slow",
         training=TrainingPrompts([Prompt(i, f"p{i}", [1], {}) for i in range(P)], ""),
         eval_sets=[],
-        meter=lambda device, sources, features: Meter(["slow"], device=device),
         stop_ids=(),
         objective=None,
         parts={},
@@ -272,7 +271,7 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
     waits, generator = HostWaits(), torch.Generator().manual_seed(0)
     settings = {"beta": 0.1, "kl_target": 0.1, "mask_truncated": True, "entropy_coef": 0.01, "num_minibatches": 2}
     run = trainer(policy := InBfloat16(waits), {**settings, "sampler_correction": "truncate"})
-    run.meter = Meter(["slow"])
+    run.meter = Meter()
 
     def tokens(count: int) -> list[int]:
         return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
@@ -363,7 +362,7 @@ def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_ch
     for can_skip_backward in (True, False):
         policy = Plain(packed)
         run = trainer(policy, {"num_minibatches": 2, "num_iterations": 2})
-        run.meter = Meter(["slow"])
+        run.meter = Meter()
         assert run.max_over_ranks is not None
         run.max_over_ranks = run.max_over_ranks if can_skip_backward else None
         run.improve(rollout, Signals(rollout.logp_BT, rollout.logp_BT, None, advantages_PGT.flatten(0, 1)))

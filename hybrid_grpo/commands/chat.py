@@ -16,9 +16,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_grpo.commands.checks import check_chat
 from hybrid_grpo.commands.configs import ChatConfig
 from hybrid_grpo.commands.run_argument import is_run, options_of_run
+from hybrid_grpo.config.checks import check_policy
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.files import reader_may_leave
@@ -52,7 +52,9 @@ def run(arguments: list[str]) -> None:
     defaults = options_of_run(name) if is_run(name) else ["--policy.model", name] if name else []
     arguments = [*defaults, *options]
     config = parse(ChatConfig, arguments, COMMAND).config
-    check_chat(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_policy(config.policy)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    refuse(ranks > 1, f"chat runs in one process, but there are {ranks} ranks: start it without a launcher")
     if not is_run(name):
         from hybrid_grpo.model.limits import own_sampling
 
@@ -121,7 +123,6 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
             cut = groups[0][0].finish == "length"
             limit = min(("max_turn_tokens", "max_completion_tokens"), key=lambda n: getattr(rollout, n) or sys.maxsize)
             why = f"cut at rollout.{limit} {getattr(rollout, limit)}" if cut else ""
-        write(stream.rest())
         return stream.text, why
 
     return history, answer
@@ -148,8 +149,6 @@ def _interruptible() -> Iterator[Callable[[], None]]:
 
 
 class _Terminal:
-    """Reads messages and commands, and shows the answers."""
-
     def __init__(self, history: ChatHistory, answer: Answer) -> None:
         self._history, self._answer = history, answer
         self._typed = sys.stdin.isatty()

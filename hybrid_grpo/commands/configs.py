@@ -63,7 +63,6 @@ class EvaluateConfig(RecipeReader):
 
     @property
     def reward_names(self) -> list[str]:
-        """Names of all rewards: first the functions', then the environments'."""
         return names_of_rewards(self.rewards, self.rollout)
 
     @model_validator(mode="after")
@@ -103,7 +102,6 @@ class GenerateConfig(RecipeReader):
 
     @property
     def reads_stdin(self) -> bool:
-        """Whether prompts come from standard input."""
         path = self.data.path
         return isinstance(path, str) and (path == "-" or (path == "" and self.data.task is None))
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hybrid_grpo.commands.checks import check_eval
 from hybrid_grpo.commands.configs import EvaluateConfig
 from hybrid_grpo.commands.run_argument import is_run
+from hybrid_grpo.config.checks import check_held_out, check_output, check_policy
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.sources import check_source
 from hybrid_grpo.records.console import make_console, make_table
 from hybrid_grpo.records.files import json_lines
 
@@ -32,8 +33,6 @@ COMMAND = "eval [RUN]"
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one model."""
-
     model: str
     values: dict[str, float]
     """The numbers by metric name."""
@@ -53,7 +52,7 @@ def run(arguments: list[str]) -> None:
     )
     recipe = ["--config", f"{name}/config.yaml"] if name else []
     config = parse(EvaluateConfig, with_trained_models([*recipe, *options]), COMMAND).config
-    check_eval(config)
+    _check(config)
     other = _model_of(config.eval.against) if config.eval.against else None
     found = [measure(config)]
     if other is not None:
@@ -80,9 +79,26 @@ def run(arguments: list[str]) -> None:
     print(json.dumps(said))
 
 
+def _check(config: EvaluateConfig) -> None:
+    check_policy(config.policy)
+    sets = check_held_out(config)
+    refuse(
+        not sets,
+        "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",
+    )
+    data = config.data
+    if data.eval_path is not None:
+        check_source("data.eval_path", data.eval_path)
+    elif data.eval_split is not None and (data.path != "" or data.task is None):
+        check_source("data.path", data.path)
+    for held_out in sets if config.eval.output is not None else ():
+        path = data.eval_path if held_out.rows is None else held_out.rows.path
+        check_output("eval.output", str(config.eval.output), f"the prompts of {held_out.name}", path)
+
+
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Return the numbers of the evaluation by metric name; they are the same on every rank. Raises UserError."""
-    check_eval(config)
+    _check(config)
     return measure(config).values
 
 
@@ -95,6 +111,7 @@ def measure(config: EvaluateConfig) -> Measured:
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.model.reading import Reading
+    from hybrid_grpo.records.metrics.meter import Meter
     from hybrid_grpo.run.inputs import read_eval_inputs
 
     device = engine.start()
@@ -107,7 +124,7 @@ def measure(config: EvaluateConfig) -> Measured:
     inputs.load_models(engine.OffloadedModel)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     reading = Reading(sight_of(inputs.sampler.album, config.policy, device))
-    meter = inputs.meter(device)
+    meter = Meter(device)
     measured = Measured(config.policy.model, {})
     for held_out in inputs.eval_sets:
         rollout = held_out.settings.rollout

@@ -101,7 +101,6 @@ class FinishedRun:
 
 
 def _last(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the last value of every metric."""
     return {name: value for line in lines for name, value in line.items() if value is not None}
 
 

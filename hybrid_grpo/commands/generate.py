@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
-from hybrid_grpo.commands.checks import check_generate
 from hybrid_grpo.commands.configs import GenerateConfig
 from hybrid_grpo.commands.run_argument import is_run, options_of_run
+from hybrid_grpo.config.checks import check_output, check_policy
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.sources import check_source
 from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines, reader_may_leave
 
@@ -65,7 +66,7 @@ def generate(
     """Complete this rank's share of the prompts, or `prompt` in place of standard input. `output` is entered once the
     prompts have been read, and yields a function to be called with each finished completion. Raises UserError."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    check_generate(config, ranks)
+    _check(config, ranks)
 
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.pictures import sight_of
@@ -112,6 +113,17 @@ def generate(
 
             drawn = sampling_of(rollout, ends)
             complete(model, tokenizer, requests, drawn, rollout, Callbacks(on_finish, turns=partners, reading=reading))
+
+
+def _check(config: GenerateConfig, world_size: int) -> None:
+    check_policy(config.policy)
+    output = config.generate.output
+    if config.reads_stdin:
+        refuse(world_size > 1, f"data.path is standard input, which {world_size} ranks cannot share: give a source")
+    elif config.data.path != "":
+        check_source("data.path", config.data.path)
+    refuse(output == "-" and world_size > 1, f"generate.output - cannot be shared by {world_size} ranks: name a file")
+    check_output("generate.output", output, "the prompts of data.path", config.data.path)
 
 
 def _source(config: GenerateConfig, prompt: str | None) -> Source:

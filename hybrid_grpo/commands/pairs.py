@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and the completion to learn."""
-
     prompt: Prompt
     completion_ids: list[int]
     """Target tokens; the last ends the completion."""

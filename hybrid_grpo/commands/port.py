@@ -30,7 +30,6 @@ _REWARDS = ("reward_funcs", "reward_weights", "remote_rm_url", *_REWARD_MODELS)
 
 
 def run(arguments: list[str]) -> None:
-    """Print the recipe."""
     file, options = leading_argument(arguments, _USAGE)
     gpus = options[1] if options[:1] == ["--gpus"] and len(options) == 2 else ""
     refuse(bool(file and options) and not gpus.isdecimal(), f"usage: {_USAGE}")

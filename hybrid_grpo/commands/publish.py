@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybrid_grpo.commands.checks import check_publish
 from hybrid_grpo.commands.configs import PublishConfig
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.publishing.options import PublishOptionsConfig
 
@@ -13,14 +13,16 @@ COMMAND = "publish RUN"
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the arguments, publish the model, and print the address of the repository, or the folder."""
     folder, options = leading_argument(arguments, f"{COMMAND} --publish.hub NAME or --publish.folder FOLDER")
     print(publish(Path(folder), parse(PublishConfig, options, COMMAND).config.publish))
 
 
 def publish(folder: Path, options: PublishOptionsConfig) -> str:
     """Publish the model of the run in `folder`; return the address of the repository or folder. Raises UserError."""
-    check_publish(options)
+    refuse(
+        options.hub is None and options.folder is None, "publish.hub and publish.folder are not set: give one of them"
+    )
+    refuse(None not in (options.hub, options.folder), "publish.hub and publish.folder are both set: remove one")
 
     from hybrid_grpo.records.publishing import publication
 

@@ -7,6 +7,7 @@ from every function, the reason for each failure and, for a run, its original re
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import track
 from rich.table import Table
 
-from hybrid_grpo.commands.checks import check_score
 from hybrid_grpo.commands.configs import ScoreConfig
+from hybrid_grpo.config.checks import check_output, check_rewards
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.sources import check_source
 from hybrid_grpo.records.console import make_console, make_table
 from hybrid_grpo.records.files import json_lines, reader_may_leave, rollout_files
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from hybrid_grpo.distributed.workers.calls import Call, Reply
     from hybrid_grpo.distributed.workers.pool import Caller
     from hybrid_grpo.rewards.loader import Reward
-    from hybrid_grpo.rewards.scorer import Timeline
 
 COMMAND = "score FILE_OR_RUN"
 _ROWS = 256
@@ -54,15 +55,35 @@ def run(arguments: list[str]) -> None:
     if is_run and (folder / "model").is_dir():
         defaults += ["--policy.model", f"{folder}/model"]
     config = parse(ScoreConfig, [*defaults, *options], COMMAND).config
-    check_score(config, source, is_run=is_run)
+    _check(config, source, is_run=is_run)
     with reader_may_leave():
         _score(config, source, is_run=is_run)
+
+
+def _check(config: ScoreConfig, source: str, *, is_run: bool) -> None:
+    """Refuse scoring that would fail. `source` is a file of completions or, if `is_run`, the folder of a run."""
+    check_rewards(config.rewards)
+    score = config.score
+    refuse(
+        score.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", score.steps),
+        f"score.steps {score.steps!r} is not a range of steps: give one as in 100-200, 100-, -200 or 100",
+    )
+    check_output("score.output", score.output, "the completions that are scored", source)
+    output = Path(score.output)
+    refuse(
+        is_run and output.exists() and Path(source).resolve() in output.resolve().parents,
+        f"score.output {output} would replace a file of the run: give another",
+    )
+    if not is_run:
+        refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: remove it")
+        if source != "-":
+            check_source("SOURCE", source)
 
 
 def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     from hybrid_grpo.data.batch import Rollout, Scores
     from hybrid_grpo.rewards.loader import load_rewards
-    from hybrid_grpo.rewards.scorer import Rewards
+    from hybrid_grpo.rewards.scorer import Rewards, Timeline
 
     loaded = load_rewards(config.rewards, config.scoring)
     tokenizer = _tokenizer(loaded, config.policy.model)
@@ -70,7 +91,9 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     calls: dict[str, list[Future[Reply]]] = {reward.name: [] for reward in loaded}
     loaded = [replace(reward, caller=partial(_recorded, reward.caller, calls[reward.name])) for reward in loaded]
     scoring = replace(config.scoring, max_wait_s=_FOREVER_S)
-    rewards = Rewards(loaded, scoring, tokenizer, timeline=_timeline(source))
+    # A run is as long as it has saved rollouts, and that is one epoch; a file is one step.
+    steps = max(rollout_files(Path(source) / "rollouts"), default=1)
+    rewards = Rewards(loaded, scoring, tokenizer, timeline=Timeline(steps, steps))
     rewards.load_models()
     everything: list[Scores] = []
     before: list[Line] = []
@@ -118,14 +141,6 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         all(value_B.isnan().all() for value_B in scores.by_function.values()),
         "rewards: nothing could be scored: no function gave a number for any completion",
     )
-
-
-def _timeline(source: str) -> Timeline:
-    """Return the length of a run as far as it has saved rollouts, as one epoch; that of a file is one step."""
-    from hybrid_grpo.rewards.scorer import Timeline
-
-    steps = max(rollout_files(Path(source) / "rollouts"), default=1)
-    return Timeline(steps, steps)
 
 
 def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
@@ -225,7 +240,7 @@ def _table(columns: dict[str, dict[str, Any]]) -> Table:
     """Return a table with one column for every record and one row for every key that occurs in a record."""
     table = make_table("", columns)
     for key in dict.fromkeys(key for column in columns.values() for key in column):
-        table.add_row(key.replace("_", " "), *(_shown(column.get(key)) for column in columns.values()))
+        table.add_row(key, *(_shown(column.get(key)) for column in columns.values()))
     return table
 
 

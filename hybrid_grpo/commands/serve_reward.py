@@ -15,7 +15,6 @@ PATH = "/get_reward"
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the arguments, load the functions, and serve until SIGINT or SIGTERM."""
     config = parse(ServeRewardConfig, arguments, "serve-reward").config
     _check_place(config)
     serve = config.serve

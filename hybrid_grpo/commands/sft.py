@@ -11,7 +11,6 @@ from hybrid_grpo.model.doing import IMPORTING, Doing
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the arguments and train."""
     sft(parse(SftConfig, arguments, "sft"))
 
 

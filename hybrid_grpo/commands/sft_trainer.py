@@ -27,7 +27,7 @@ class SftTrainer(Stage):
         device: torch.device,
         services: RunServices | None = None,
     ) -> None:
-        super().__init__(policy, Meter(device=device), services=services)
+        super().__init__(policy, Meter(device), services=services)
         self.config = config
         self.device = device
         self.loader = PromptLoader(

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the arguments and train."""
     train(parse(TrainConfig, arguments, "train"))
 
 

@@ -126,7 +126,6 @@ def check_held_out(config: EvaluationConfig) -> list[HeldOut]:
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:
-    """Raise UserError if a supervised run cannot work on this machine with this number of ranks."""
     _check_training(config, world_size)
     refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
 
@@ -199,7 +198,6 @@ def check_output(setting: str, output: str, what: str, source: Any) -> None:
 
 
 def check_rewards(rewards: list[RewardConfig]) -> None:
-    """Raise UserError if there are no reward functions."""
     refuse(
         not rewards,
         "rewards is empty: give at least one, as in --rewards exact_match, or a data.task, which has its own",

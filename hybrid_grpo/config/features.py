@@ -122,7 +122,6 @@ def registered() -> dict[str, type[FeatureConfig]]:
 
 
 def feature_folders() -> list[Path]:
-    """The folders of the registered features."""
     return [Path(__file__).parent.parent / "features" / folder for folder in registered()]
 
 

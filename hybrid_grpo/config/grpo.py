@@ -205,7 +205,6 @@ class GrpoConfig:
         return self.tokens == "top_entropy" or self.baseline == "optimal" or self.sampler_normalize
 
     def overlong_tokens(self, max_completion_tokens: int) -> int:
-        """The tokens of `overlong_buffer`."""
         buffer = self.overlong_buffer
         return round(buffer if buffer >= 1 else buffer * max_completion_tokens)
 

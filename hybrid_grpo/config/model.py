@@ -175,8 +175,7 @@ class EngineConfig:
         known = _DEEPSPEED["sections"]
         for name in self.deepspeed:
             refuse(
-                name not in known,
-                f"engine.deepspeed.{name} is not a setting of DeepSpeed: {did_you_mean(name, known)}",
+                name not in known, f"engine.deepspeed.{name} is not a setting of DeepSpeed: {did_you_mean(name, known)}"
             )
         name = "zero_optimization.zero_hpz_partition_size"
         for size in self._given(name):

@@ -104,14 +104,11 @@ def _recipe(cls: Any, file: str) -> Settings:
 
 
 def _print(text: str) -> None:
-    """Write to standard output; raises UserError if that fails."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
         # The reader has seen enough. Buffered output would fail once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        raise UserError(f"standard output cannot be written: {error.strerror}: give another file") from None
 
 
 def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:

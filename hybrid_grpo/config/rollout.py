@@ -206,7 +206,6 @@ class RolloutConfig:
 
     @property
     def has_turns(self) -> bool:
-        """Whether completions may have several turns."""
         return self.turns_setting is not None
 
     @property

@@ -118,12 +118,10 @@ class LogConfig:
     @model_validator(mode="after")
     def _check(self) -> LogConfig:
         refuse(
-            len(set(self.profiled)) < len(self.profiled),
-            f"log.profile {self.profile} names a step twice: remove one",
+            len(set(self.profiled)) < len(self.profiled), f"log.profile {self.profile} names a step twice: remove one"
         )
         return self
 
     @property
     def profiled(self) -> list[int]:
-        """The steps in `profile`, as a list."""
         return self.profile if isinstance(self.profile, list) else [self.profile]

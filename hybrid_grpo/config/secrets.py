@@ -1,7 +1,7 @@
 """Secrets in settings and text: how they are recognized, and masked wherever settings are shown."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
@@ -57,29 +57,21 @@ def masked_text(text: str) -> str:
 
 def refuse_masked(setting: str, kwargs: Mapping[str, Any]) -> None:
     """Raise UserError if an argument is a masked secret, as in stored configurations; `setting` begins the message."""
-    for name, is_secret, value in _leaves(kwargs):
+    for name, value in kwargs.items():
         refuse(
-            value == MASK if is_secret else _holds_mask(value),
-            f"{setting}: kwargs {name} is {value}, as a run's config.yaml has it in place of the secret: give it again,"
+            _is_masked(value, name),
+            f"{setting}: kwargs {name} has {MASK}, as a run's config.yaml has it in place of the secret: give it again,"
             f" or let the function read a variable of the environment that {name}_env names",
         )
 
 
-def _leaves(value: Any, path: str = "", is_secret: bool = False) -> Iterator[tuple[str, bool, Any]]:
-    """Yield each value in nested mappings and lists: its dotted name, whether this names a secret, and the value."""
+def _is_masked(value: Any, name: str) -> bool:
+    """Whether an argument has a mask that masking would put there again, were there anything else in its place."""
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key), is_secret or _is_secret(str(key)))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item, path, is_secret)
-    else:
-        yield path, is_secret, value
-
-
-def _holds_mask(value: Any) -> bool:
-    found = (match.group() for pattern, _ in _IN_TEXT for match in pattern.finditer(str(value)))
-    return any(MASK in secret for secret in found)
+        return any(_is_masked(item, name if _is_secret(name) else str(key)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(_is_masked(item, name) for item in value)
+    return isinstance(value, str) and MASK in value and masked(value.replace(MASK, "x" * 20), name) == value
 
 
 def _is_secret(name: str) -> bool:

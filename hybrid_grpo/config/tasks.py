@@ -44,7 +44,6 @@ class TaskRecipe:
 
 
 def ready_made_settings(name: str) -> Settings:
-    """Return the settings of a ready-made task."""
     return read_recipe(_RECIPES / f"{name}.yaml")
 
 

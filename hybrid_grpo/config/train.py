@@ -94,7 +94,6 @@ class TrainConfig(ModelRunConfig):
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the weights of the policy will be loaded."""
         return True
 
     @property
@@ -128,7 +127,6 @@ class TrainConfig(ModelRunConfig):
 
     @property
     def reward_names(self) -> list[str]:
-        """Names of all rewards: first the functions', then the environments'."""
         return names_of_rewards(self.rewards, self.rollout)
 
     @property

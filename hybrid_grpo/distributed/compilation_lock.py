@@ -6,7 +6,6 @@ import fcntl
 import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -39,16 +38,13 @@ def compilation_lock(kernel: str) -> Iterator[None]:
             if compiles:
                 _say(f"compiled {kernel} in {time.monotonic() - start:.0f} s")
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-            asked = isinstance(error, subprocess.CalledProcessError)  # the compiler, for its version
-            if not asked and not re.search("Error building extension|ninja", str(error), re.IGNORECASE):
+            # torch asks the compiler for its version.
+            is_compilers = isinstance(error, subprocess.CalledProcessError)
+            if not is_compilers and not re.search("Error building extension|ninja", str(error), re.IGNORECASE):
                 raise
-            compiler, why = os.environ.get("CXX", "c++"), str(error).splitlines()[0]
-            if shutil.which(compiler) is None:
-                why = f"there is no C++ compiler {compiler}"
-            elif asked:
-                why = f"{compiler} is not a C++ compiler that works"
             raise UserError(
-                f"DeepSpeed's kernels cannot be compiled: {why}: install one (apt install g++) or name it in CXX"
+                f"DeepSpeed's kernels cannot be compiled by {os.environ.get('CXX', 'c++')}:"
+                f" {str(error).splitlines()[0]}: install a compiler (apt install g++), or name one in CXX"
             ) from error
 
 

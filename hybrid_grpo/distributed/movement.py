@@ -74,7 +74,6 @@ class Movement:
                 self._hooks.append(layer.register_forward_pre_hook(lambda *_, path=path: self._called.add(path)))
 
     def begin(self) -> None:
-        """Note the weights before the first optimizer step."""
         if self._steps == 0:
             self._before = self._marks()
 

@@ -224,13 +224,11 @@ class Board:
         return [self._values[other] for other in sorted(self._values)]
 
     def close(self) -> None:
-        """Remove what this rank has posted."""
         if self._store is not None:
             self._store.delete_key(str(rank()))
 
 
 def from_first_rank(value: T) -> T:
-    """Return rank 0's value on every rank."""
     if world_size() == 1:
         return value
     values = [value]

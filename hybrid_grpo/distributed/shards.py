@@ -8,7 +8,6 @@ This module knows the attributes of DeepSpeed's optimizers and parameters; the e
 """
 
 import pickle
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import tensor_files
 from hybrid_grpo.distributed.ranks import rank, world_size
 
@@ -205,16 +204,11 @@ def _path(folder: Path, name: str, number: int, count: int) -> Path:
 
 
 def _ranks(folder: Path, name: str) -> int:
-    """Return the number of ranks that wrote the files `name` in a folder; raises UserError if a file is missing."""
-    files = [re.fullmatch(rf"{name}_(\d+)_of_(\d+)\.pt", path.name) for path in folder.glob(f"{name}_*.pt")]
-    found = {(int(match[1]), int(match[2])) for match in files if match}
-    if not found and name != _POLICY:
+    """Return the number of ranks that wrote the files `name` in a folder; raises UserError if there are none."""
+    file = next(folder.glob(f"{name}_*_of_*.pt"), None)
+    if file is None:
         raise UserError(f"run.resume: {folder / name}: the checkpoint was made without it: remove its settings")
-    count = max((count for _, count in found), default=1)
-    for number, ranks in sorted({(number, count) for number in range(count)} ^ found):
-        what = "belongs to another save" if (number, ranks) in found else "is missing"
-        raise UserError(f"run.resume: {_path(folder, name, number, ranks)} {what}")
-    return count
+    return int(file.stem.rpartition("_")[2])
 
 
 def _write(
@@ -272,12 +266,6 @@ class _Saved:
                 for fields in flat["pieces"]:
                     piece = _Piece(*fields)
                     self._pieces.setdefault(piece.name, []).append(_SavedPiece(piece, flat["step"], flat["tensors"]))
-        for weight, shape in shapes.items():
-            numel = sum(saved.piece.count for saved in self._pieces.get(weight, []))
-            refuse(
-                numel != torch.Size(shape).numel(),
-                f"run.resume: checkpoint {folder} has {numel} numbers for {weight} of shape {list(shape)}",
-            )
 
     @staticmethod
     def _check(folder: Path, theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from html import escape
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -60,15 +60,7 @@ def make_table(first: str, others: Iterable[str]) -> Table:
     return table
 
 
-class Display(Protocol):
-    """Shows the metrics of steps."""
-
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def display_for(steps: int, done: int = -1) -> Display:
+def display_for(steps: int, done: int = -1) -> ConsoleSink | NotebookSink:
     """Return the display for where this process runs: a notebook's cell, a terminal, or a file or pipe."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):

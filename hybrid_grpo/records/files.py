@@ -22,7 +22,6 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: Any) -> None:
-    """Like `replace_text`, but for bytes."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("wb") as file:
         file.write(content)
@@ -54,7 +53,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush a folder and everything in it to disk."""
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)

@@ -18,9 +18,8 @@ from hybrid_grpo.distributed import ranks
 from hybrid_grpo.records import thumbnails
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.alarms.alarms import RollBack
-from hybrid_grpo.records.console import Display, display_for
+from hybrid_grpo.records.console import ConsoleSink, NotebookSink, display_for
 from hybrid_grpo.records.files import TRACE_FILE, as_json, cut_lines, replace_text, rollout_files
-from hybrid_grpo.records.metrics.catalogue import describe
 from hybrid_grpo.records.step_trace import trace_line
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.records.trackers.process import TrackerProcess, start_tracker
@@ -54,7 +53,7 @@ class Log:
         self._trace = run_dir / TRACE_FILE
         self._shown: set[str] = set()
         """Copies of pictures that this rank has made."""
-        self._sinks: list[Display] = []
+        self._sinks: list[JsonlSink | ConsoleSink | NotebookSink] = []
         self._tracker: TrackerProcess | None = None
         if ranks.rank() != 0:
             return
@@ -80,9 +79,7 @@ class Log:
         self.close(_STOP_SECONDS if stopped else _FINISH_SECONDS, failed=not goes_on)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write a step's metrics, once per step. Raise KeyError for a metric that is not in the catalogue."""
-        for name in values:
-            describe(name)
+        """Write a step's metrics, once per step."""
         with one_line(self._rollouts.parent):
             for sink in self._sinks:
                 sink.write(step, values)

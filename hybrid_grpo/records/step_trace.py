@@ -39,13 +39,11 @@ class StepTrace:
         if not self._on or start is None:
             return None
         within = sorted((begin, end, name) for name, begin, end in spans if name != "step" and begin >= start)
-        part: dict[str, Any] = {
-            "stages": [[name, _time(begin - start), _time(end - start)] for begin, end, name in within]
+        most = max(8, _MOMENTS // world_size())
+        return {
+            "stages": [[name, _time(begin - start), _time(end - start)] for begin, end, name in within],
+            "decoder": _moments(self._timelines, start, most) if self._timelines else None,
         }
-        part["decoder"] = (
-            _moments(self._timelines, start, max(8, _MOMENTS // world_size())) if self._timelines else None
-        )
-        return part
 
 
 def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -37,7 +37,6 @@ def copies(pictures: Iterable[Picture], known: set[str]) -> dict[str, bytes]:
 
 
 def write(folder: Path, made: dict[str, bytes]) -> None:
-    """Write copies to the folder of a run."""
     for file, contents in made.items():
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         replace_bytes(folder / FOLDER / file, contents)

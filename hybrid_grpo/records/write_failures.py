@@ -1,8 +1,6 @@
 """Handles failed writes: raises them on all ranks, in one line. A disk may become full or read-only at any time."""
 
-import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,15 +25,12 @@ class WriteFailed(UserError):
 def why(error: BaseException, folder: Path) -> str:
     """Return the reason for a failed write to `folder`, in the operating system's words if there are any."""
     link: BaseException | None = error
-    while not folder.exists():
-        folder = folder.parent
-    limits = os.statvfs(folder)  # some file systems have no limit, and report 0 of 0 inodes
     while link is not None:
-        if isinstance(link, OSError) and link.errno == errno.ENOSPC and limits.f_files and not limits.f_favail:
-            return "the file system has no inodes left for new files (df -i)"
         if isinstance(link, OSError) and link.strerror:
             return f"{Path(link.filename).name}: {link.strerror}" if link.filename else link.strerror
         link = link.__cause__ or link.__context__
+    while not folder.exists():
+        folder = folder.parent
     # A full disk can also cause messages such as "unexpected pos 768 vs 662".
     return _NO_SPACE if shutil.disk_usage(folder).free < 2**20 else " ".join(str(error).split())
 

@@ -77,9 +77,6 @@ class Feature:
     """Whether the metric `time/<name>_s` measures the time of `write` and `advantages`."""
     needs_old_logp = False
     """Whether the feature needs `Scored.old_logp_BT`."""
-    names: Mapping[str, Sequence[str]] = {}
-    """Values for the placeholders in the names of the feature's metrics. A metric `x` that is not in the catalogue is
-    logged as `feature/x` if it is listed here: `{"<number>": ["x"]}`."""
     facts: Mapping[str, str] = {}
     """What the feature has read, as lines for the console and the run folder, by name."""
     memory: type[FeatureMemory] | None = None
@@ -128,7 +125,6 @@ class Features:
 
     @property
     def needs_old_logp(self) -> bool:
-        """Whether any feature needs the log-probabilities of the policy that sampled."""
         return any(feature.needs_old_logp for feature in self._features)
 
     @property
@@ -138,7 +134,6 @@ class Features:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """The features' parts of a checkpoint, by the name of the feature."""
         return {feature.name: feature.state for feature in self._features if feature.state is not None}
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
@@ -150,7 +145,6 @@ class Features:
         return off_policy
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """Return the features' metrics of a rollout and its scores."""
         numbers = Numbers()
         for feature in self._with("measure"):
             numbers |= feature.measure(rollout, scores)
@@ -192,15 +186,6 @@ class Features:
 
     def _timed(self, feature: Feature) -> AbstractContextManager[None]:
         return self._meter.time(f"time/{feature.name}_s") if feature.is_timed and self._meter else nullcontext()
-
-
-def metric_names(features: Sequence[Feature]) -> Mapping[str, Sequence[str]]:
-    """Return values for the placeholders in the names of the features' metrics."""
-    names: dict[str, list[str]] = {}
-    for feature in features:
-        for placeholder, values in feature.names.items():
-            names.setdefault(placeholder, []).extend(values)
-    return names
 
 
 def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> list[Feature]:

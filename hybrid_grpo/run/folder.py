@@ -1,4 +1,4 @@
-"""The folder of a run: locks it, sets damaged files aside, and writes config.yaml with facts at its head."""
+"""The folder of a run: locks it, and writes config.yaml with facts at its head."""
 
 import dataclasses
 import os
@@ -20,19 +20,12 @@ from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.config.run import NAMED_BY_TIME, unused_name
 from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.distributed.ranks import from_first_rank, rank, world_size
-from hybrid_grpo.records.alarm_records import ALARMS_FILE
-from hybrid_grpo.records.console_log import CONSOLE_FILE, ConsoleLog
+from hybrid_grpo.records.console_log import ConsoleLog
 from hybrid_grpo.records.exports import exported, is_finished
 from hybrid_grpo.records.files import replace_text, set_aside
-from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.records.write_failures import one_line
 
-_FILES = (
-    *("config.yaml", "deepspeed.json", "metrics.jsonl", "details.jsonl", ALARMS_FILE, CONSOLE_FILE, "prompts.jsonl"),
-    *("report.html", "checkpoints/run_id"),
-)
-_FOLDERS_OF_FILES = ("rollouts", "journal")
 _PACKAGES = ("hybrid-grpo", "torch", "deepspeed", "transformers", "datasets")
 
 
@@ -53,21 +46,14 @@ def named(config: ModelRunConfig) -> ModelRunConfig:
 
 def unnamed(folder: Path, command: str, resume: str) -> str:
     """Return the name in `folder` of a run of `command` that was given none: the command and the time or, if `resume`
-    is "auto", the newest such run that is not finished, which is printed. Earlier versions named them all "run"."""
+    is "auto", the newest such run that is not finished, which is printed."""
     earlier = sorted(folder.glob(NAMED_BY_TIME.format(command)), reverse=True)
-    earlier += [folder / "run"] if _is_of(folder / "run", command) else []
     if resume == "auto" and earlier:
         if (run := next((run for run in earlier if not is_finished(run)), None)) is not None:
             say(f"run.resume auto: {run} is the newest unfinished run of {command} without a name")
             return run.name
         say(f"run.resume auto: a new run, as {earlier[0]} is finished: --run.name {earlier[0].name} continues it")
     return unused_name(folder, command)
-
-
-def _is_of(run: Path, command: str) -> bool:
-    """Return whether `run` is the folder of a run of `command`: each command has a section that no other has."""
-    section, config = "grpo" if command == "train" else command, run / "config.yaml"
-    return config.is_file() and f"\n{section}:" in config.read_text(encoding="utf-8", errors="replace")
 
 
 class RunFolder:
@@ -104,13 +90,13 @@ class RunFolder:
             shutil.rmtree(self.path)
 
     def begin(self, config_yaml: str, facts: Mapping[str, str], lines: Iterable[str], *, is_damaged: bool) -> None:
-        """On rank 0, set damaged files aside, write config.yaml with `facts` at its head, and write `lines` to
-        metrics.jsonl; `is_damaged` says whether the existing metrics.jsonl is damaged."""
+        """On rank 0, write config.yaml with `facts` at its head, and `lines` to metrics.jsonl; if that `is_damaged`, it
+        is kept under another name."""
         if rank() != 0:
             return
         with one_line(self.path):
-            for damage in set_aside_damaged(self.path, metrics=is_damaged):
-                say(damage)
+            if is_damaged and (metrics := self.path / "metrics.jsonl").is_file():
+                say(f"WARNING: {metrics}: it is damaged; it is kept as {set_aside(metrics).name}")
             head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**_provenance(), **facts}.items())
             replace_text(self.path / "config.yaml", head + config_yaml)
             keep_code(load_yaml(config_yaml), self.path)
@@ -123,35 +109,6 @@ class RunFolder:
                 with one_line(self.path):
                     kept = set_aside(model, "abandoned")
                 say(f"{model}, of the abandoned step {step}, is kept as {kept.name}: remove it if it is not needed")
-
-
-def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
-    """Rename what has the name of a file or folder of the run but is something else; also a file of alarms that cannot
-    all be read and, if `metrics`, metrics.jsonl. Return a warning for each. The run continues without them."""
-    folders = [folder / name for name in (*_FOLDERS_OF_FILES, "profile", "model")] + sorted(folder.glob("model_*"))
-    wrong = [folder / name for name in _FILES if not (folder / name).is_file()]
-    wrong += [path for path in folders if not path.is_dir()]
-    for name in _FOLDERS_OF_FILES:
-        inside = sorted((folder / name).iterdir()) if (folder / name).is_dir() else ()
-        wrong += [path for path in inside if not path.is_file() and not path.name.startswith((".", "damaged_"))]
-    found = [_set_aside(path, "it is not a file or folder of a run") for path in wrong if os.path.lexists(path)]
-    if metrics and (folder / "metrics.jsonl").is_file():
-        found.append(_set_aside(folder / "metrics.jsonl", "it is damaged"))
-    alarms = folder / ALARMS_FILE
-    if alarms.is_file():
-        # The last line may have been cut by a crash.
-        lines = alarms.read_bytes().split(b"\n")[:-1]
-        whole = [line for line in lines if parse_step(line)]
-        if len(whole) < len(lines):
-            found.append(
-                _set_aside(alarms, f"{len(lines) - len(whole)} of its lines cannot be read, the others are kept")
-            )
-            replace_text(alarms, "".join(line.decode() + "\n" for line in whole))
-    return found
-
-
-def _set_aside(path: Path, why: str) -> str:
-    return f"WARNING: {path}: {why}; it is kept as {set_aside(path).name}"
 
 
 def _version(package: str) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
 
 from hybrid_grpo.config import TrainConfig, environment_rewards, reward_name
 from hybrid_grpo.config.composition import EvaluationConfig
@@ -21,7 +19,6 @@ from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source, training_source
 from hybrid_grpo.grpo.objective import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
-from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.loader import Reward, load_entries
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.scorer import Rewards, Timeline
@@ -30,7 +27,6 @@ from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.sampling import SamplingContext
 from hybrid_grpo.turns.environments.environments import rewards_of
 from hybrid_grpo.turns.partners import Partners, partners_of, with_tools
-from hybrid_grpo.turns.tools.tools import tool_names
 
 
 class RewardSets:
@@ -73,7 +69,6 @@ class EvalInputs:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the policy."""
         return self.sampler.tokenizer
 
     @property
@@ -85,15 +80,6 @@ class EvalInputs:
         """Load the models of reward functions; see `Rewards.load_models`. Collective."""
         for rewards in self._all_rewards:
             rewards.load_models(shard)
-
-    def meter(
-        self, device: torch.device, sources: Sequence[str] = (), features: Mapping[str, Sequence[str]] | None = None
-    ) -> Meter:
-        """Return a meter for rewards, held-out sets, `sources` of prompts, and `features` (see `metric_names`)."""
-        samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
-        names = [held_out.name for held_out in self.eval_sets]
-        tools = tool_names(self.partners.tool_names) if self.partners else []
-        return Meter(self.rewards.names, names, device, sources, samples, tools, features)
 
     @property
     def held_out_longest(self) -> int:
@@ -155,12 +141,10 @@ class RunInputs(EvalInputs):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion."""
         return self.sampler.stop_ids
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Training prompts."""
         return self.training.prompts
 
     @property
@@ -175,7 +159,6 @@ class RunInputs(EvalInputs):
         return max((held_out.rows for held_out in self.eval_sets), default=0)
 
     def fingerprints(self, config: TrainConfig) -> Fingerprints:
-        """Return the fingerprints of all inputs."""
         default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
         rows: dict[str, Sequence[Any]] = {"training rows": self.prompts}
         for held_out in self.eval_sets:

@@ -35,7 +35,6 @@ class Reference:
         self.engine.blend(policy.engine, mix)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's shards into a checkpoint's folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.save(folder)
 
@@ -51,6 +50,5 @@ class UnadaptedReference(Reference):
         self._policy, self._adapters = policy.engine, adapters
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """See `Reference.logprobs`."""
         with self._adapters.off(), routed(None):
             return measured(self._policy, batches, shape, temperature)[0]

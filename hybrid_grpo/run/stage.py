@@ -90,7 +90,9 @@ class Stage:
         """Return whether alarms skip the step's update; `measure` returns the metrics of its rollout. Collective."""
         if not self._may_skip:
             return False
-        skips = self.alarms.skips(self.meter.reduced(measure()))
+        looked_at = Meter()
+        looked_at.update(measure())
+        skips = self.alarms.skips(looked_at.reduce())
         self.meter.add("policy/skipped_update", float(skips))
         return skips
 

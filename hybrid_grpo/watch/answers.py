@@ -4,9 +4,8 @@ An answer takes a fraction of a second at most for reading; if a file needs more
 """
 
 import math
-import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -29,11 +28,6 @@ from hybrid_grpo.watch.tokens import read_tokens
 from hybrid_grpo.watch.trace_file import first_step, read_step
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
-QUESTIONS = (
-    *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "group", "tokens", "times"),
-    *("step", "console"),
-)
-"""Names of the page's questions, each of which is a method of `Answers`."""
 _READ_S = 0.25
 """Seconds that an answer may spend on reading files of metrics, for all of its runs together."""
 _LIST_S = 0.1
@@ -44,16 +38,13 @@ _TIME_COLUMNS = 240
 
 
 class Answers:
-    """Has one method for each question of the page, with the parameters of the request as `given`."""
+    """Has one public method for each question of the page, with the parameters of the request as `given`."""
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
-        self._listing = threading.Lock()
-        self._listed: tuple[float, list[dict[str, Any]]] = (-1.0, [])
-        """When the runs were last looked at, and what was seen of them."""
 
     def answer(self, question: str, given: QueryParams) -> Any:
-        """Answer one of `QUESTIONS`, on any thread. Questions about the same run wait for each other."""
+        """Answer a question, on any thread. Questions about the same run wait for each other."""
         known = self._folders.runs
         with ExitStack() as held:
             for name in sorted(set(given.getlist("run")) & known.keys()):
@@ -76,18 +67,10 @@ class Answers:
             }
             for run in opened
         ]  # fmt: skip
-        return {"runs": self._outlines(known.values()), "open": open_now, "folders": self._folders.named}
-
-    def _outlines(self, runs: Iterable[WatchedRun]) -> list[dict[str, Any]]:
-        """Return what the list shows of all runs; who waits while another question looks at them takes what it saw."""
-        asked = time.monotonic()
-        with self._listing:
-            if self._listed[0] < asked:
-                deadline = time.monotonic() + _LIST_S
-                # If there are too many runs to look at, the others have their turn when the page asks again.
-                outlines = [run.outline(time.monotonic() < deadline) for run in runs]
-                self._listed = time.monotonic(), outlines
-            return self._listed[1]
+        deadline = time.monotonic() + _LIST_S
+        # If there are too many runs to look at, the others have their turn when the page asks again.
+        outlines = [run.outline(time.monotonic() < deadline) for run in known.values()]
+        return {"runs": outlines, "open": open_now, "folders": self._folders.named}
 
     def charts(self, given: QueryParams) -> Any:
         """Return the charts of runs by section; metrics that are not in charts.yaml come last, one in each chart. A
@@ -224,6 +207,9 @@ class Answers:
         if len(runs) != 1:
             raise HTTPException(400, "give one run")
         return runs[0]
+
+
+QUESTIONS = [name for name in vars(Answers) if not name.startswith("_") and name != "answer"]
 
 
 def _ends(files: Collection[int]) -> list[int] | None:

@@ -4,6 +4,7 @@ import itertools
 import os
 import threading
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from hybrid_grpo.config.errors import UserError
@@ -77,18 +78,10 @@ def _runs_in(named: Sequence[str]) -> list[Path]:
 
 def _inside(folder: str) -> list[str]:
     try:
-        with os.scandir(folder) as entries:
-            names = sorted(e.name for e in entries if e.name[0] != "." and _is_folder(e))
-            return [f"{folder}/{name}" for name in names[:_MOST_FOLDERS]]
+        paths = [f"{folder}/{name}" for name in sorted(os.listdir(folder)) if name[0] != "."]
     except OSError:
         return []
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
+    return list(islice(filter(os.path.isdir, paths), _MOST_FOLDERS))
 
 
 def _unused(folder: Path, names: set[str]) -> str:

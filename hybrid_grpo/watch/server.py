@@ -17,12 +17,12 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_grpo.records.files import as_json
 from hybrid_grpo.watch.answers import QUESTIONS, Answers
@@ -52,7 +52,7 @@ def application(folders: Folders) -> Starlette:
         ],
         # Against DNS rebinding: a web page whose name resolves to this machine must not read the runs.
         middleware=[
-            Middleware(_Headers),
+            Middleware(BaseHTTPMiddleware, dispatch=_with_headers),
             Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"]),
         ],
         exception_handlers={HTTPException: _refusal},
@@ -66,16 +66,8 @@ def listen(port: int) -> socket.socket:
 
 def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM; call `announce` as soon as these signals would shut the server down properly."""
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         # When uvicorn ends it restores these handlers and raises the signal again, which must do nothing.
         signal.signal(number, server.handle_exit)
@@ -114,15 +106,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
-class _Headers:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-                message["headers"] = [*message["headers"], *added]
-            await send(message)
-
-        await self._app(scope, receive, send_with)
+async def _with_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    response = await call_next(request)
+    response.headers.update(_HEADERS)
+    return response

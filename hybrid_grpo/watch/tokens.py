@@ -17,9 +17,17 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
     must equal the recorded number. The result has `pieces` (the text of each sampled token), `ids`, `given` (texts that
     were not sampled, each with the number of tokens before it) and `measures`: lists as long as `pieces`, by name.
     """
+    import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
+
     path = folder / "rollouts" / f"step_{step:06d}.parquet"
-    found = _read(path, row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
-    if not found or found.get("sample", sample) != sample or found.get("pieces") is None:
+    try:
+        known = pyarrow.parquet.read_schema(path).names
+        columns = [name for name in ("sample", "pieces", "token_ids", "given", *SAMPLED) if name in known]
+        rows = pyarrow.parquet.read_table(path, columns=columns, filters=[("row", "=", row)]).to_pylist()
+    except (OSError, pyarrow.lib.ArrowException):  # the file is missing, or not written completely
+        return None
+    found = rows[0] if rows else {}
+    if found.get("sample", sample) != sample or found.get("pieces") is None:
         return None
     pieces = found["pieces"]
     measured = {name: found[name] for name in SAMPLED if found.get(name) is not None}
@@ -29,16 +37,3 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
         "given": found.get("given") or [],
         "measures": {name: json_safe(values) for name, values in measured.items() if len(values) == len(pieces)},
     }
-
-
-def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
-    """Return the row of a parquet file whose column `row` equals `row`, with those of `columns` that the file has; None
-    if there is no such row, or the file is missing or not written completely."""
-    import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
-
-    try:
-        present = [name for name in columns if name in pyarrow.parquet.read_schema(path).names]
-        rows = pyarrow.parquet.read_table(path, columns=present, filters=[("row", "=", row)]).to_pylist()
-    except (OSError, pyarrow.lib.ArrowException):
-        return None
-    return rows[0] if rows else None

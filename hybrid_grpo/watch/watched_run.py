@@ -90,7 +90,6 @@ class WatchedRun:
         return _read_config(self.folder / "config.yaml")
 
     def rollouts(self) -> dict[int, Path]:
-        """Return the files of saved completions by step, in ascending order."""
         files: dict[int, Path] = self._of("rollouts", rollout_files)
         return files
 

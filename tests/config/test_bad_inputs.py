@@ -5,13 +5,10 @@ Cases are in refused.yaml: a command line, and words of the line.
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -145,15 +142,3 @@ def test_weights_that_cannot_work(loaded, line, says):
 @pytest.mark.process
 def test_code_of_a_model_is_not_run(loaded, workshop):
     assert not (workshop.folder / "code_has_run").exists()
-
-
-class FullDisk(io.StringIO):
-    def flush(self) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_output_that_cannot_be_written_is_told(settings, monkeypatch, capsys):
-    monkeypatch.chdir(settings)
-    monkeypatch.setattr(sys, "stdout", FullDisk())
-    assert program.main(["train", "--config", "train.yaml", "--print_config"]) == 2
-    assert "standard output cannot be written: No space left on device" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def test_a_secret_argument_is_in_nothing_that_is_written_down():
     shown = {**kwargs, "api_key": "***", "password": "***"}
     assert to_dict(config)["rewards"][0]["kwargs"] == shown
     assert yaml.safe_load(dump(config))["rewards"][0]["kwargs"] == shown
-    with pytest.raises(UserError, match=r"kwargs api_key is \*\*\*, as a run's config.yaml has it"):
+    with pytest.raises(UserError, match=r"kwargs api_key has \*\*\*, as a run's config.yaml has it"):
         build(TrainConfig, yaml.safe_load(dump(config)))
 
 
@@ -75,7 +75,7 @@ def test_secrets_at_any_depth_of_arguments_are_masked_and_asked_for_again():
         (kwargs["client"]["url"], "client.url"),
         (kwargs["token"], "token.name"),
     ]:
-        with pytest.raises(UserError, match=rf"kwargs {asked} is \S*\*\*\*"):
+        with pytest.raises(UserError, match=rf"kwargs {asked.partition('.')[0]} has \*\*\*"):
             build(TrainConfig, stored)
         *path, last = asked.split(".")
         if path == ["client"]:

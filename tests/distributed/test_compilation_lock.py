@@ -82,7 +82,7 @@ def test_waiting_is_announced_also_where_an_old_library_is_compiled_again(
 def test_compiling_is_announced_and_a_program_that_is_no_compiler_is_one_line(kernels_of, monkeypatch, capsys):
     """CXX=/bin/false had been 30 lines of traceback, and the first start silent for a minute and a half."""
     monkeypatch.setenv("CXX", "/bin/false")
-    wrong = pytest.raises(UserError, match=r"/bin/false is not a C\+\+ compiler that works: install one")
+    wrong = pytest.raises(UserError, match=r"cannot be compiled by /bin/false: .* install a compiler")
     with wrong, compilation_lock("a_kernel"):
         raise subprocess.CalledProcessError(1, ["/bin/false", "--version"])
     assert "compiling DeepSpeed's kernel a_kernel, once" in capsys.readouterr().err

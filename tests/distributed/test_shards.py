@@ -161,21 +161,6 @@ def test_what_belongs_to_another_model_is_refused(tmp_path: Path) -> None:
         shards.load_optimizer(tmp_path, *trained(), stage=0)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ([], f"{POLICY} is missing"),
-        (["policy_00001_of_00002.pt"], "policy_00000_of_00002.pt is missing"),
-        ([POLICY, "policy_00000_of_00002.pt", "policy_00001_of_00002.pt"], f"{POLICY} belongs to another save"),
-    ],
-)
-def test_files_of_one_save_belong_together(tmp_path: Path, files: list[str], message: str) -> None:
-    for name in files:
-        (tmp_path / name).touch()
-    with pytest.raises(UserError, match=message):
-        shards.load_optimizer(tmp_path, *trained(), stage=0)
-
-
 class Malice:
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, (os.environ["MALICE"],)

@@ -10,7 +10,6 @@ from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import import_object
-from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Feature, Features, make_features
 from hybrid_grpo.run.settings import changes, settings_of
 
@@ -65,14 +64,9 @@ def test_settings_name_features_and_a_resumed_run_knows_when_they_change():
     assert list(changes(settings_of(config_of()), config)) == ["features"]
 
 
-def test_own_features_come_after_the_built_in_ones_and_log_what_they_name():
+def test_own_features_come_after_the_built_in_ones():
     example, own = made(f"{EXAMPLE}:EntropyTarget", Own)
-    meter = Meter(features=example.names)
-    features = Features([example, own], meter)
-    assert features.states == {"entropy_target": example}
-    meter.update({"feature/entropy_coef": (0.25, 1)})
-    with pytest.raises(KeyError, match="entropy_coeff"):
-        meter.add("feature/entropy_coeff", 1.0)
+    assert Features([example, own]).states == {"entropy_target": example}
 
 
 def test_the_entropy_target_pushes_entropy_towards_the_target_and_keeps_its_coefficient():

@@ -24,7 +24,7 @@ class Step:
     def __init__(self, groups: int, good: set[int], max_rounds: int) -> None:
         prompts = [Prompt(i, "p", [1], {}) for i in range(100)]
         self.loader = PromptLoader(prompts, groups, 0, 1, 0, shuffle=False)
-        self.meter = Meter(["f"])
+        self.meter = Meter()
         self.rounds: list[list[int]] = []
         rollout, scores = rollout_of([prompt for prompt, _ in self.loader.next_batch()], good)
 

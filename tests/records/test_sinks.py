@@ -139,9 +139,3 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
         log.write(1, {"reward/mean": 1.0})
         log.write_rollouts(1, *make_rollout())
     assert not (tmp_path / "run").exists()
-
-
-def test_a_name_outside_the_catalogue_cannot_be_logged(tmp_path):
-    with Log(QUIET, tmp_path, steps=1) as log, pytest.raises(KeyError, match="nearest is reward/mean"):
-        log.write(1, {"reward/maen": 1.0})
-    assert objects(tmp_path / "metrics.jsonl") == []

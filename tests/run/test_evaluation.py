@@ -39,7 +39,7 @@ def results(settings: HeldOut, values: list[float], texts: list[str], extra=None
 
 
 def test_a_failure_counts_as_wrong():
-    meter = Meter(["f"], ["heldout"])
+    meter = Meter()
     found = results(held_out(threshold=0.5), [1.0, 0.25, NAN, NAN], ["a"] * 4, statuses=[0, 0, 2, 1])
     meter.update(found.numbers())
     values = meter.reduce()
@@ -54,7 +54,7 @@ SAMPLED = {"num_generations": 4, "temperature": 0.5}
 
 def test_several_completions_give_pass_and_majority_at_k():
     """Of two prompts: half of the completions are right, and agree; one is right, and the wrong ones agree."""
-    meter = Meter(["f"], ["heldout"], samples=4)
+    meter = Meter()
     texts, values = ["a", "a ", "b", "c", "x", "y", "y", "y"], [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     meter.update(results(held_out(**SAMPLED), values, texts).numbers())
     read = {name.removeprefix("eval/heldout/"): value for name, value in meter.reduce().items()}
@@ -68,7 +68,7 @@ def test_several_completions_give_pass_and_majority_at_k():
 
 def test_the_reward_is_a_mean_over_prompts_like_its_interval():
     """It was a mean over completions, so that prompts with failures counted less than the interval took them for."""
-    meter = Meter(["f"], ["heldout"], samples=4)
+    meter = Meter()
     values, statuses = [1.0, NAN, NAN, NAN, 0.0, 0.5, 0.0, 0.5, *[NAN] * 4], [0, 2, 2, 2, 0, 0, 0, 0, 2, 2, 2, 2]
     found = results(held_out(**SAMPLED), values, ["a"] * 12, statuses=statuses)
     meter.update(found.numbers())
@@ -77,7 +77,7 @@ def test_the_reward_is_a_mean_over_prompts_like_its_interval():
 
 def test_eval_shows_what_it_has_where_a_reward_failed_on_every_completion():
     """The command ended with a KeyError."""
-    meter = Meter(["f"], ["heldout"])
+    meter = Meter()
     found = results(held_out(), [NAN, NAN], ["a", "b"], statuses=[2, 2])
     meter.update(found.numbers())
     by_prompt = {f"eval/heldout/{n}": dict(enumerate(v.tolist())) for n, v in found.by_prompt().items()}
@@ -140,6 +140,6 @@ def test_a_temperature_draws_from_the_softmax_and_filters_of_training_do_not_cou
 def test_a_rank_without_prompts_adds_nothing():
     found = results(held_out(**SAMPLED), [], [])
     assert all(len(value_P) == 0 for value_P in found.by_prompt().values())
-    meter = Meter(["f"], ["heldout"], samples=4)
+    meter = Meter()
     meter.update(found.numbers())
     assert meter.reduce() == {} and np.isnan(found.scores.reward_B.mean())

@@ -36,9 +36,6 @@ def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_fi
         (tmp_path / name).mkdir()
         made.append(name)
     assert len({*made}) == 3 and [name.partition("-")[0] for name in made] == ["train", "train", "sft"]
-    for run, command in (("run", "grpo"), ("run-of-another-name", "sft")):
-        (tmp_path / run).mkdir()
-        (tmp_path / run / "config.yaml").write_text(f"policy:\n  model: m\n{command}:\n")
 
     def resumed(model="", step=0, newest=0):
         """The name of the run that train resumes after a run got a model of `step` and a checkpoint `newest`."""
@@ -50,15 +47,15 @@ def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_fi
 
     # A finished run ended every later command that was to resume one; with a newer checkpoint it is not finished.
     assert [resumed(), resumed(made[1], 7, 7), resumed(made[0], 7, 9)] == [made[1], made[0], made[0]]
-    assert resumed(made[0], 10, 10) == "run" and resumed("run") not in ("run", *made)
+    assert resumed(made[0], 10, 10) not in made
     said = capsys.readouterr().out
-    assert said.count("is the newest unfinished run of train without a name") == 4
+    assert said.count("is the newest unfinished run of train without a name") == 3
     assert f"a new run, as {tmp_path / made[1]} is finished: --run.name {made[1]} continues it" in said
     assert named(replace(configs[2], run=replace(configs[2].run, resume="auto"))).run.name == made[2]
 
 
 def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
-    """Garbage in alarms.jsonl and a journal that is a folder ended runs with tracebacks."""
+    """Garbage in alarms.jsonl ended runs with tracebacks."""
     config = TrainConfig(run=RunConfig("run", str(tmp_path), steps=9, resume="auto"))
     folder = tmp_path / "run"
     checkpoint = folder / "checkpoints" / "step_000002"
@@ -68,23 +65,15 @@ def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
     lines = [{"step": step} for step in (1, 1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     alarm = {"step": 1, "alarm": "kl", "since": 1, "message": "m", "action": "say"}
-    (folder / "alarms.jsonl").write_bytes(b"\xff\xfe\n[]\n" + json.dumps(alarm).encode() + b'\n{"ste')
+    (folder / "alarms.jsonl").write_bytes(json.dumps(alarm).encode() + b'\n\xff\xfe\n{"ste')
     (folder / "details.jsonl").write_bytes(b'{"step":1}\n\x00\n{"step":2}\n')
-    (folder / "journal" / "step_000003.rank_0").mkdir(parents=True)
-    (folder / "prompts.jsonl").mkdir()
-    (folder / "rollouts").write_text("")
     run = begun(config)
     Log(LogConfig(wandb="disabled"), folder, 9, run.start.step).close()
     said = [line.replace(f"{folder}/", "") for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert said == [
         "WARNING: metrics.jsonl: some of its lines are damaged; the run continues without them",
-        "WARNING: prompts.jsonl: it is not a file or folder of a run; it is kept as damaged_1.prompts.jsonl",
-        "WARNING: rollouts: it is not a file or folder of a run; it is kept as damaged_1.rollouts",
-        "WARNING: journal/step_000003.rank_0: it is not a file or folder of a run; it is kept as"
-        " damaged_1.step_000003.rank_0",
         "WARNING: metrics.jsonl: it is damaged; it is kept as damaged_1.metrics.jsonl",
-        "WARNING: alarms.jsonl: 2 of its lines cannot be read, the others are kept; it is kept as"
-        " damaged_1.alarms.jsonl",
+        "WARNING: alarms.jsonl: a line cannot be read; the original is kept as damaged_1.alarms.jsonl",
         "WARNING: details.jsonl: a line cannot be read; the original is kept as damaged_1.details.jsonl",
     ]
     assert read_jsonl(folder / "metrics.jsonl") == [{"step": 1}, {"step": 2}]

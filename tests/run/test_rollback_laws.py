@@ -106,7 +106,7 @@ class Steps(Stage):
 
     def __init__(self, run: TrainingRun, reward: Table, accuracy: Table, sampled: Counter[Any], killed: Any) -> None:
         self.run, self.reward, self.accuracy, self.sampled, self.killed = run, reward, accuracy, sampled, killed
-        super().__init__(TinyPolicy(), Meter(evals=["heldout"]), services=run.services)
+        super().__init__(TinyPolicy(), Meter(), services=run.services)
         self.policy.journal = run.services.journal
         self.shards = self.follower = Follower(self.policy.engine.module["w"])
 

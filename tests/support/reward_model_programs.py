@@ -17,6 +17,7 @@ from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.distributed.ranks import rank, world_size
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.models.reward_model import reward_model
 from hybrid_grpo.rewards.scorer import Rewards
@@ -76,7 +77,7 @@ def steps(folder: Path, zero_stage: int) -> dict[str, Any]:
     made = rewards(folder, zero_stage)
     trainer.eval_sets = [replace(held_out, rewards=made) for held_out in trainer.eval_sets[:1]]
     trainer.inputs = replace(trainer.inputs, rewards=made, eval_sets=trainer.eval_sets)
-    trainer.meter = trainer.inputs.meter(trainer.device)
+    trainer.meter = Meter(trainer.device)
     seen: dict[str, Any] = {"scores": [], "rewards": [], "metrics": []}
     for step in (1, 2):
         trainer.step(step)

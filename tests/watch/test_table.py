@@ -22,20 +22,7 @@ def test_columns_hold_what_the_rows_had():
     assert table.names == ["step", "a", "eval", "late"]
     for name in (*table.names, "unknown"):
         expected = [math.nan if row.get(name) is None else row[name] for row in rows]
-        np.testing.assert_allclose(table.column(name), expected, rtol=5e-7, err_msg=name)
-
-
-def test_numbers_of_seven_digits_and_whole_numbers_come_back_as_they_were():
-    numbers = [0.0, -0.0, 0.7, -0.1, 1e-6, 3.14159, 1234567.0, 9.999999e-12, 5e-30, 123.4567, 1e7 - 1, None]
-    whole = [10_000_000 + 123_457 * step for step in range(12)]
-    large = [1, 12_345_678, 2**24 + 1, 2**53 - 1, -(2**31) - 1, 0.5, 1e300, 3, 4, 5, 6, None]
-    table = Table()
-    for step, (small, big, tokens) in enumerate(zip(numbers, large, whole, strict=True)):
-        table.append({"step": step, "small": small, "big": big, "tokens": tokens})
-    assert table.column("tokens").tolist() == whole
-    assert table.column("small").tolist()[:-1] == numbers[:-1]
-    assert table.column("big").tolist()[:-1] == large[:-1]
-    assert np.isnan(table.column("small")[-1]) and np.isnan(table.column("big")[-1])
+        np.testing.assert_array_equal(table.column(name), expected, err_msg=name)
 
 
 def test_a_row_that_holds_no_numbers_changes_nothing():
@@ -59,5 +46,5 @@ def test_a_table_that_is_too_large_keeps_evenly_spaced_rows(
     for step in range(1000):
         assert table.append({"step": step, "a": step / 3} | ({"late": 1.0} if step > 500 else {}))
     assert table.column("step").tolist() == list(range(0, 1000, stride))
-    assert table.column("a").tolist() == pytest.approx([step / 3 for step in range(0, 1000, stride)], rel=5e-7)
+    assert table.column("a").tolist() == [step / 3 for step in range(0, 1000, stride)]
     assert not table.append({"step": 999, "a": 1.0}), "it is not a later step, although step 999 was not kept"

@@ -79,7 +79,6 @@ def raised(error: BaseException, message: str, rows: int, hint: str = "") -> Rep
 
 
 def timed_out(timeout_s: float, rows: int) -> Reply:
-    """Return the reply to a call that took too long."""
     return failed(Failure("timeout", f"took longer than its timeout_s, {timeout_s:g}"), rows)
 
 
@@ -113,7 +112,6 @@ class Interface:
     """Anything else that an entry reports about the callee that it has loaded, in JSON types."""
 
     def accepts(self, name: str) -> bool:
-        """Whether the callee can be given an input of this name."""
         return name not in self.settings and (self.accepted is None or name in self.accepted)
 
 

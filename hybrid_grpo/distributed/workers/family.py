@@ -34,7 +34,6 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the children of a process, their children, and so on."""
     direct = children(pid)
     return direct + [descendant for child in direct for descendant in descendants(child)]
 

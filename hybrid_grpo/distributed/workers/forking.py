@@ -89,11 +89,7 @@ def _tell(control: socket.socket, answer: Any) -> None:
 
 
 def _fork(
-    connection: socket.socket,
-    control: socket.socket,
-    callees: Sequence[Callee],
-    memory_bytes: int,
-    kind: str,
+    connection: socket.socket, control: socket.socket, callees: Sequence[Callee], memory_bytes: int, kind: str
 ) -> int:
     # Python warns about forking if a module has started threads.
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):

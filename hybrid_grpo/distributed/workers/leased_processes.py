@@ -139,7 +139,6 @@ class Leases:
         loop.call_soon_threadsafe(self._watch)
 
     def lease(self, index: int) -> Lease:
-        """Return a lease for an object of the entry with this index."""
         return Lease(self, index)
 
     def place(self, lease: Lease) -> None:

@@ -48,7 +48,6 @@ class PendingCall:
 
 
 def framed(message: bytes) -> bytes:
-    """A message, preceded by its length."""
     return _HEADER.pack(len(message)) + message
 
 

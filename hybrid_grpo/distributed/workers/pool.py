@@ -78,7 +78,6 @@ class Pool:
         return partial(self._start, partial(workers.ask, index, timeout_s), interface.batch_size != "group")
 
     def leases(self, timeout_s: float, most: int | None = None) -> Leases:
-        """Return the processes that hold objects of the entries; see `Leases`."""
         assert self._fork_server is not None
         return Leases(self._fork_server, self._loop, timeout_s, most)
 

@@ -16,12 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import HIDDEN_VARIABLES
 from hybrid_grpo.distributed.workers.calls import Call, Entry, Interface, Reply
+from hybrid_grpo.distributed.workers.family import descendants, kill
 from hybrid_grpo.distributed.workers.messages import PendingCall, decode_reply, unframed
 
 _VARIABLE = re.compile(
@@ -150,12 +149,7 @@ class ForkServer:
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:  # it was stopped by other people's code, and does not see the closed socket
-            with suppress(psutil.NoSuchProcess):
-                family = psutil.Process(self._process.pid).children(recursive=True)
-                self._process.kill()
-                for process in family:
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
+            kill([self._process.pid, *descendants(self._process.pid)])
         for printer in self._printers:
             printer.join(0.2)  # for the last output; a process that escaped would keep the streams open
         for worker in self.workers:
@@ -168,19 +162,14 @@ def _forward(stream: IO[bytes], descriptor: int) -> None:
     left = _MOST_PRINTED
     with stream, suppress(OSError):
         while text := os.read(stream.fileno(), 1 << 16):
-            if left > 0 and len(text) >= left:
-                text = (
-                    text[:left]
-                    + b"\nWARNING: worker processes print more than "
-                    + (f"{_MOST_PRINTED >> 20} MiB: the rest is left out\n".encode())
+            shown, left = text[:left], left - len(text[:left])
+            if shown and not left:
+                notice = (
+                    f"\nWARNING: worker processes print more than {_MOST_PRINTED >> 20} MiB: the rest is left out\n"
                 )
-                left = 0
-            elif left > 0:
-                left -= len(text)
-            else:
-                continue
-            while text:
-                text = text[os.write(descriptor, text) :]
+                shown += notice.encode()
+            while shown:
+                shown = shown[os.write(descriptor, shown) :]
 
 
 class Worker:

@@ -76,7 +76,6 @@ class Guests(Feature):
         ]
         self._distilled = frozenset(guest.name for guest, _ in self._guests if guest.weight == "distill")
         self.facts = {f"guest {guest.name}": writer.fact for guest, writer in self._guests}
-        self.names = {"<guest>": [guest.name for guest, _ in self._guests]}
 
     def load(self, policy: Policy) -> None:
         self._policy = policy

@@ -3,7 +3,7 @@
 This module does not import torch, so that programs that only read a run start quickly.
 """
 
-import difflib
+import functools
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +23,6 @@ TOKEN_METRICS = ("completion/sampled_tokens", "sft/tokens")
 
 @dataclass(frozen=True)
 class Metric:
-    """One entry of the catalogue."""
-
     name: str
     meaning: str
     reduction: Reduction
@@ -58,12 +56,12 @@ def find(name: str) -> Metric | None:
     return next((replace(metric, name=name) for pattern, metric in PATTERNS if pattern.fullmatch(name)), None)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def describe(name: str) -> Metric:
-    """Like `find`, but if there is no entry, raise KeyError, which names the most similar one."""
+    """Like `find`, but raise KeyError if there is no entry."""
     metric = find(name)
     if metric is None:
-        nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]
-        raise KeyError(f"{name} is not in the catalogue of metrics; the nearest is {nearest}")
+        raise KeyError(f"{name} is not in the catalogue of metrics")
     return metric
 
 

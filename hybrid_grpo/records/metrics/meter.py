@@ -4,57 +4,28 @@
 """
 
 import math
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from hybrid_grpo.distributed import ranks
-from hybrid_grpo.records.metrics.catalogue import FIXED, PATTERNS, Reduction, describe
+from hybrid_grpo.records.metrics.catalogue import Reduction, describe
 
 Span = tuple[str, float, float]
 """A stage of a step: its name, its start and its end, the latter two in seconds of `time.perf_counter`."""
 
 
 class Meter:
-    """Collects the metrics of one step on this rank and reduces them over all ranks.
+    """Collects the metrics of one step on this rank and reduces them over all ranks. A rank may leave out a metric that
+    the others have. `device` is the one whose work stages are timed."""
 
-    The layout of the reduction is fixed at the start, by the catalogue and the names of reward functions, evaluation
-    sets, sources, tools and features, which are the same on every rank. So a rank may leave out a metric that the
-    others have, and no set of `add` calls can misalign or hang the collectives.
-    """
-
-    def __init__(
-        self,
-        rewards: Sequence[str] = (),
-        evals: Sequence[str] = (),
-        device: torch.device | str = "cpu",
-        sources: Sequence[str] = (),
-        samples: int = 1,
-        tools: Sequence[str] = (),
-        features: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """`device` is where the collectives run (with NCCL, the rank's GPU). `samples` is the highest number of
-        completions per prompt in an evaluation set. `features` has values for placeholders in features' metrics."""
-        ks = [str(k) for k in range(2, samples + 1)]
-        names = {
-            "<function>": rewards,
-            "<set>": evals,
-            "<source>": sources,
-            "<k>": ks,
-            "<tool>": tools,
-            **(features or {}),
-        }
-        self._reductions = {name: metric.reduction for name, metric in FIXED.items()}
-        for _, metric in PATTERNS:
-            spelled = [metric.name]
-            for placeholder in re.findall(r"<\w+>", metric.name):
-                spelled = [name.replace(placeholder, n) for name in spelled for n in names.get(placeholder, ())]
-            self._reductions |= dict.fromkeys(spelled, metric.reduction)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self.spans: list[Span] = []
         """The stages of the step on this rank, in the order in which they ended."""
@@ -64,11 +35,9 @@ class Meter:
         """Add a number or a 0-d tensor, which is read only at `reduce`, so that nothing waits for the GPU here.
 
         `count` is the weight of the value in a mean: the number of items that it averages. A value of count 0 is left
-        out, so the mean of nothing (NaN) may be added.
+        out, so the mean of nothing (NaN) may be added. Raises KeyError for a name that is not in the catalogue.
         """
-        if name not in self._reductions:
-            describe(name)
-            raise KeyError(f"{name} has a name in it that this meter was not made for")
+        describe(name)
         if isinstance(count, Tensor) or count:
             kept = value.detach().clone() if isinstance(value, Tensor) else value
             self._added.setdefault(name, []).append((kept, count))
@@ -122,53 +91,35 @@ class Meter:
         }
         return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
 
-    def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
-        """Reduce only `numbers`, as `reduce` would; what was added to the meter stays there. Collective."""
-        added, spans, self._added = self._added, self.spans, {}
-        self.update(numbers)
-        values = self.reduce()
-        self._added, self.spans = added, spans
-        return values
-
     def reduce(self) -> dict[str, float]:
-        """Return the step's metrics that any rank added, the same on all ranks; empty the meter. Two collectives."""
-        sums = torch.zeros(len(self._reductions), 2, dtype=torch.float64)
-        highs = torch.full_like(sums, -math.inf)
-        read = self._read()
-        for row, (name, reduction) in enumerate(self._reductions.items()):
-            if added := read.get(name):
-                sums[row] = torch.tensor(_total(added, reduction), dtype=torch.float64)
-                highs[row] = torch.tensor(_extremes(added, reduction), dtype=torch.float64)
+        """Return the step's metrics that any rank added, the same on all ranks; empty the meter. Collective."""
+        own = {name: _of_rank(added, describe(name).reduction) for name, added in self._read().items() if added}
         self._added, self.spans = {}, []
-        sums = ranks.all_reduce(sums.to(self._device), "sum").cpu()
-        highs = ranks.all_reduce(highs.to(self._device), "max").cpu()
-        values = {}
-        rows = zip(self._reductions.items(), sums.tolist(), highs.tolist(), strict=True)
-        for (name, reduction), (total, count), (high, minus_low) in rows:
-            if not count:
-                continue
-            if reduction in ("sum", "mean", "rank_mean"):
-                values[name] = total if reduction == "sum" else total / count
-            elif math.isnan(total):
-                values[name] = math.nan
-            else:
-                same = reduction != "same" or high == -minus_low
-                assert same, f"{name} differs between ranks: {-minus_low} to {high}"
-                values[name] = -minus_low if reduction == "min" else high
-        return values
+        parts: dict[str, list[tuple[float, float]]] = {}
+        for of_rank in ranks.all_gather_objects(own):
+            for name, part in of_rank.items():
+                parts.setdefault(name, []).append(part)
+        return {name: _of_all(name, of_ranks) for name, of_ranks in parts.items()}
 
 
-def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """Return this rank's total and count for the sums over ranks. An extreme's total is NaN if a value is, else 0."""
+# numpy's extremes are NaN if a value is.
+_JOINED: dict[Reduction, Callable[[Sequence[float]], Any]] = {
+    "mean": sum, "rank_mean": sum, "sum": sum, "max": np.max, "min": np.min, "same": np.max,
+}  # fmt: skip
+
+
+def _of_rank(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
+    """Return this rank's part of a metric, and its weight in a mean."""
     if reduction == "mean":
         return sum(value * count for value, count in added), sum(count for _, count in added)
-    if reduction in ("sum", "rank_mean"):
-        return sum(value for value, _ in added), 1
-    return (math.nan if any(math.isnan(value) for value, _ in added) else 0.0), 1
+    values = [value for value, _ in (added[-1:] if reduction == "same" else added)]
+    return float(_JOINED[reduction](values)), 1.0
 
 
-def _extremes(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """Return this rank's input to the maximum over ranks: the highest value, and minus the lowest one. NaN is left out,
-    since collectives do not compare it in a defined way; `_total` passes it on."""
-    values = [value for value, _ in (added[-1:] if reduction == "same" else added) if not math.isnan(value)]
-    return (max(values), -min(values)) if values else (-math.inf, -math.inf)
+def _of_all(name: str, of_ranks: list[tuple[float, float]]) -> float:
+    """Return a metric, given the parts and weights of the ranks that have it."""
+    reduction, parts = describe(name).reduction, [part for part, _ in of_ranks]
+    total = float(_JOINED[reduction](parts))
+    same = reduction != "same" or math.isnan(total) or min(parts) == total
+    assert same, f"{name} differs between ranks: {min(parts)} to {total}"
+    return total / sum(weight for _, weight in of_ranks) if reduction in ("mean", "rank_mean") else total

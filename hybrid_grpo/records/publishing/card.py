@@ -42,8 +42,6 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement of the published model."""
-
     name: str
     value: float
     before: float | None = None
@@ -54,8 +52,6 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good the published model is."""
-
     numbers: list[Measurement]
     how: str
     """How the numbers and their intervals were measured, in a sentence or two."""
@@ -90,7 +86,6 @@ class TrainedRun:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The run's settings, nested."""
         return read_recipe(self.folder / "config.yaml")
 
     @cached_property

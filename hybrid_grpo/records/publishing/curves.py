@@ -37,12 +37,7 @@ def draw_curves(lines: list[Line]) -> str | None:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template("curves.svg.j2").render(
-        panels=panels,
-        first=lines[0]["step"],
-        last=lines[-1]["step"],
-        columns=_COLUMNS,
-        width=_WIDTH,
-        height=_HEIGHT,
+        panels=panels, first=lines[0]["step"], last=lines[-1]["step"], columns=_COLUMNS, width=_WIDTH, height=_HEIGHT
     )
 
 

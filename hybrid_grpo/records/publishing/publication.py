@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
@@ -146,32 +146,13 @@ def _check_target(target: Path) -> None:
 def _folder_beside(target: Path) -> Iterator[Path]:
     """Yield a temporary folder on the same disk as `target`, an absolute path."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}_", dir=target.parent))
-    try:
-        yield beside
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def _check_hub(name: str) -> None:
-    """Refuse a repository that the hub would refuse, before anything is written."""
-    refuse(
-        huggingface_hub.constants.HF_HUB_OFFLINE,
-        f"publish.hub {name}: HF_HUB_OFFLINE is set: unset it, or give publish.folder",
-    )
-    refuse("/" not in name, f"publish.hub {name} has no owner: give it as you/{name}")
-    with _refused_by_hub(name):
-        huggingface_hub.utils.validate_repo_id(name)
-    refuse(
-        huggingface_hub.get_token() is None,
-        f"publish.hub {name}: there is no token for the hub: log in with hf auth login, set HF_TOKEN, or give"
-        " publish.folder",
-    )
+    with TemporaryDirectory(prefix=f".{target.name}_", dir=target.parent, ignore_cleanup_errors=True) as beside:
+        yield Path(beside)
 
 
 def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, name: str) -> None:
     """Create the repository if there is none, and upload everything in one commit."""
-    _check_hub(name)
+    refuse("/" not in name, f"publish.hub {name} has no owner: give it as you/{name}")
     # On the disk of the run, where hard links save a copy of the weights.
     place = run.folder.resolve()
     with one_line(place, ""), _folder_beside(place / "publication") as beside:

@@ -17,9 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
 from hybrid_grpo.config import LogConfig
+from hybrid_grpo.distributed.workers.family import descendants, kill
 from hybrid_grpo.records.trackers.steps import TrackedStep, TrackedSteps
 from hybrid_grpo.records.trackers.wandb import WandbTracker
 
@@ -83,9 +82,7 @@ class _Follower:
 
     def _leave(self, status: int) -> NoReturn:
         """Exit without the interpreter's shutdown, during which wandb waits for things that may hang."""
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill(descendants(os.getpid()))
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
         os._exit(status)
 

@@ -12,10 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.secrets import masked
+from hybrid_grpo.distributed.workers.family import descendants, kill
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.trackers import follower
 from hybrid_grpo.records.trackers.follower import FAILED, LIMIT_SECONDS, OFF, say
@@ -25,7 +24,6 @@ _NICENESS = "10"
 
 
 def start_tracker(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> TrackerProcess | None:
-    """Start the process of wandb, unless wandb is disabled."""
     mode = resolve_wandb_mode(config.wandb)
     if mode == "disabled":
         return None
@@ -43,12 +41,7 @@ class TrackerProcess:
     """The process of wandb. It reads what it shows from the run's folder; rank 0 waits for it only in `close`."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: LogConfig,
-        settings: dict[str, Any],
-        done: int = -1,
-        limit_s: float = LIMIT_SECONDS,
+        self, folder: Path, config: LogConfig, settings: dict[str, Any], done: int = -1, limit_s: float = LIMIT_SECONDS
     ) -> None:
         """
         Args:
@@ -96,7 +89,6 @@ class TrackerProcess:
             say(f"{OFF}: its process ended with status {status}", sys.stderr)
 
     def ask(self, failed: bool = False) -> None:
-        """Ask wandb to finish; `failed` says whether the run failed."""
         self.look()
         with suppress(OSError):
             self._input.write(b"failed\n" if failed else b"ended\n")
@@ -109,23 +101,10 @@ class TrackerProcess:
         except subprocess.TimeoutExpired:
             limit = f"within {patience_s:.0f} s of the end of the run"
             say(f"WARNING: wandb did not finish {limit}, and was killed", sys.stderr)
-            self._kill()
+            kill([self._process.pid, *descendants(self._process.pid)])
+            self._warned = True
+            self._process.wait()
         self.look()
         for pipe in (self._input, self._output, self._errors):
             with suppress(OSError):
                 pipe.close()
-
-    def children(self) -> list[psutil.Process]:
-        """Return the processes that wandb started, such as its service."""
-        try:
-            return list(psutil.Process(self._process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            return []
-
-    def _kill(self) -> None:
-        for process in self.children():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.kill()
-        self._warned = True
-        self._process.wait()

@@ -113,7 +113,6 @@ class WandbTracker:
         self._run.define_metric(name, step_metric=STEP, summary=best)
 
     def close(self, files: list[Path], failed: bool) -> None:
-        """Upload files of the run, and finish the run on wandb."""
         if files:
             artifact = self._wandb.Artifact(f"run-{self._run.id}", type="run")
             for file in files:

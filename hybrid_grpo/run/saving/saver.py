@@ -38,10 +38,6 @@ class Saver:
     def is_on(self) -> bool:
         return self._config.is_on
 
-    @property
-    def newest(self) -> str:
-        return "there is none before it" if self.step is None else f"the newest one is from step {self.step}"
-
     def continue_from(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint of this run for the newest one."""
         self.step = checkpoint.manifest.step
@@ -105,11 +101,12 @@ class Saver:
         try:
             yield
         except WriteFailed as failure:
+            newest = "there is none before it" if self.step is None else f"the newest one is from step {self.step}"
             if self._config.on_failure == "stop" or step == 0:
                 raise RunStopped(
-                    f"{failure}; {self.newest}: make room or fix the cause, and continue with --run.resume auto"
+                    f"{failure}; {newest}: make room or fix the cause, and continue with --run.resume auto"
                 ) from None
-            say(f"WARNING: {failure}; {self.newest}, and the run continues (checkpoint.on_failure say)")
+            say(f"WARNING: {failure}; {newest}, and the run continues (checkpoint.on_failure say)")
 
     def _sync_numbers(self) -> None:
         paths = (self._folder / "metrics.jsonl", self._folder / "rollouts", self._folder)

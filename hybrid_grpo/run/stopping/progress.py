@@ -64,7 +64,6 @@ class Progress:
             raise RunInterrupted("stopped")
 
     def heartbeat(self) -> None:
-        """Record a sign of life."""
         self._shared.beat()
 
     def check_stop(self) -> None:

@@ -247,7 +247,7 @@ def test_the_numbers_of_a_step_are_the_policy_s_own():
     scores = Scores(value_B, {"f": value_B}, {"f": torch.zeros(36, dtype=torch.int8)})
 
     def numbers(measured: Numbers) -> dict[str, float]:
-        meter = Meter(["f"], sources=["a", "b", "c"], features={"<guest>": ["large"]})
+        meter = Meter()
         meter.update(measured)
         return {name: value for name, value in meter.reduce().items() if not name.startswith("memory/")}
 

@@ -29,7 +29,7 @@ def scores_of(values: list[float], statuses: list[int]) -> Scores:
 
 
 def test_rewards_are_those_of_completions_that_have_one():
-    meter = Meter(["f"])
+    meter = Meter()
     values = [4.0, 2.0, NAN, NAN, NAN, 9.0, NAN, NAN, NAN]
     meter.update(measure_rewards(scores_of(values, [0, 0, 2, 3, 1, 0, 2, 2, 2]), 3))
     assert meter.reduce() == {
@@ -46,14 +46,14 @@ def test_rewards_are_those_of_completions_that_have_one():
 
 
 def test_without_any_reward_the_shares_are_all_there_is():
-    meter = Meter(["f"])
+    meter = Meter()
     meter.update(measure_rewards(scores_of([NAN] * 4, [2, 2, 3, 3]), 2))
     assert meter.reduce() == {"reward/f/none_frac": 0.0, "reward/f/failed_frac": 1.0, "reward/f/timeout_frac": 0.5}
 
 
 def measured(groups: list[list[tuple[float, list[int], str]]], meters: int = 1) -> dict[str, float]:
     """The metrics of groups of (reward, tokens, finish), added to a meter in several parts, as by several ranks."""
-    meter = Meter(["f"])
+    meter = Meter()
     for part in range(meters):
         mine = groups[part::meters]
         rows = [row for group in mine for row in group]
@@ -118,7 +118,7 @@ def test_sources_are_counted_by_prompt_and_right_at_the_threshold():
     rollout = Rollout(prompts, [Completion([1], [0.0], "stop")] * 6, 2)
     reward_B = torch.tensor([1.0, 2.0, NAN, 3.0, 5.0, 7.0], dtype=torch.float64)
     outcome_B = torch.tensor([0.5, 0.4, 0.6, NAN, 0.5, 0.0], dtype=torch.float64)
-    meter = Meter(sources=["a", "b"])
+    meter = Meter()
     meter.update(measure_sources(rollout, Scores(reward_B, {}, {}), outcome_B, 0.5))
     assert meter.reduce() == {
         **{"source/a/count": 2, "source/a/reward": 2.0, "source/a/accuracy": pytest.approx(2 / 3)},

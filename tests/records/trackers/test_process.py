@@ -119,7 +119,8 @@ def test_a_run_outlives_wandb_s_own_service_and_leaves_no_process(folder, tmp_pa
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     process = TrackerProcess(folder, LogConfig(wandb="offline"), {}, limit_s=120)
     waited_for(lambda: list((folder / "wandb").glob("latest-run/files/media/table/*")))
-    service = [child for child in process.children() if "wandb-core" in child.name()]
+    family = psutil.Process(process._process.pid).children(recursive=True)
+    service = [child for child in family if "wandb-core" in child.name()]
     assert {child.nice() for child in service} == {10}
     # Linux without groups of sessions has no such file; with them, only a session's own niceness counts for the ranks.
     group = Path(f"/proc/{process._process.pid}/autogroup")
