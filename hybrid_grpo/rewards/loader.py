@@ -91,11 +91,6 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
                 interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
             else:
                 caller = pool.threaded(function, config.timeout_s, _enter_gpu())
-        if compares := interface.schema.get("compares"):
-            _notice(
-                f"{reward_name(config)} gets one completion in each call, but {compares} looks at several: set its"
-                " batch_size to group for all completions of a prompt, or to 1 if it does not compare them"
-            )
         name, kwargs, sources = reward_name(config), frozenset(config.kwargs), frozenset(config.sources)
         rewards.append(Reward(name, config.weight, kwargs, interface, caller, model, sources, inline))
     return rewards
