@@ -7,6 +7,7 @@ functions of Python. Calls are parsed and not executed.
 import ast
 import json
 import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,9 @@ def calls_of(text: str) -> list[Call]:
             objects = [json.loads(part.partition("</tool_call>")[0]) for part in tagged]
             return [(call["name"], dict(call["arguments"])) for call in objects]
         listed = text.strip("`\n ").removeprefix("python").strip()
-        parsed = ast.parse(listed if listed.startswith("[") else f"[{listed}]", mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about literals that are hardly Python
+            parsed = ast.parse(listed if listed.startswith("[") else f"[{listed}]", mode="eval").body
         return list(map(_call, parsed.elts)) if isinstance(parsed, ast.List) else []
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
         return []
