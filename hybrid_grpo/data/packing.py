@@ -43,11 +43,9 @@ class _Group:
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
-    """Return the token budget of a micro-batch.
-
-    A forward without gradients keeps no activations, so its budget is several times as large. With gradient
-    checkpointing, training keeps almost none either, so both budgets are equal.
-    """
+    """Return the token budget of a micro-batch. A forward without gradients keeps no activations, so its budget is
+    several times as large. With gradient checkpointing, training keeps almost none either, so both budgets are
+    equal."""
     tokens = policy.micro_batch_tokens or (_ON_GPU if on_gpu else _ON_CPU)
     return tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
 
@@ -63,12 +61,9 @@ def pack(
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
-    Args:
-        budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
-        share: whether a prompt that several rows have is computed once; auto: if that saves a tenth of the tokens.
-        reading: how the model reads the tokens, and what is beside them.
-        together: rows whose indices are k * together to (k + 1) * together - 1, and whose prompt is the same, are not
-            separated.
+    A row longer than the `budget` gets a micro-batch of its own. `share`: whether a prompt that several rows have is
+    computed once; auto: if that saves a tenth of the tokens. Rows whose indices are k * together to
+    (k + 1) * together - 1, and whose prompt is the same, are not separated.
     """
     units = _units(rows, together)
     groups = [_Group([[row] for row in unit]) for unit in units]

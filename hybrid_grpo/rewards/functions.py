@@ -256,10 +256,8 @@ class RewardEntry:
 
 
 def load_function(config: RewardConfig, entry: str) -> RewardFunction:
-    """Find the function of an entry of `rewards` and check its `kwargs`; `entry` names the entry in messages.
-
-    Raises UserError if the function cannot be imported or called, or does not accept these `kwargs`.
-    """
+    """Find the function of an entry of `rewards` and check its `kwargs`; `entry` names the entry in messages. Raises
+    UserError if the function cannot be imported or called, or does not accept these `kwargs`."""
     found = config.function
     return bind(found if callable(found) else _find(found, f"{entry}.function {found}"), config, entry)
 

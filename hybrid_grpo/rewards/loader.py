@@ -56,9 +56,7 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
 
 def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
     """Load entries, whose keys are names of settings such as `rewards[0]`; raises UserError like `load_function`.
-
-    Functions that run in worker processes are imported only there, and share the same workers.
-    """
+    Functions that run in worker processes are imported only there, and share the same workers."""
     scoring = scoring or ScoringConfig()
     entries = {entry: _by_name(config) for entry, config in configs.items()}
     for entry, config in entries.items():

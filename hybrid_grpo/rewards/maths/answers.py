@@ -132,9 +132,7 @@ def _after_hashes(text: str) -> list[str]:
 
 def _boxed(text: str) -> str | None:
     """Return the content of the last box and of the boxes joined to it, separated by commas; None if there is no box.
-
-    The result is empty if one of these boxes is not closed, or if too many are joined.
-    """
+    The result is empty if one of these boxes is not closed, or if too many are joined."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
@@ -188,12 +186,9 @@ _LONGEST = 100  # characters of a number: int() refuses, and takes quadratic tim
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Return the number that `text` consists of, or None.
-
-    Apart from the notation that `clean` removes, the text may have a sign, thousands commas, decimals, a/b or
-    \frac{a}{b}, a currency sign, a percent or degree sign (dropped: 50% is 50) and a unit. If it has anything else,
-    such as a second number, the result is None.
-    """
+    r"""Return the number that `text` consists of, or None. Apart from the notation that `clean` removes, the text may
+    have a sign, thousands commas, decimals, a/b or \frac{a}{b}, a currency sign, a percent or degree sign (dropped: 50%
+    is 50) and a unit. If it has anything else, such as a second number, the result is None."""
     if len(text) > _LONGEST:
         return None
     match = _WHOLE.fullmatch(_FRAC.sub(r"\1/\2", bare(clean(text))))

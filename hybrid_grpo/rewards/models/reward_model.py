@@ -64,11 +64,9 @@ class Row(NamedTuple):
 
 
 class RewardModel:
-    """A reward model and its tokenizer; the weights are read by `load`.
-
-    Raises ValueError if there is no such model, if it is not a sequence classifier with one or two labels, if it has no
-    tokenizer, or if the settings do not suit it.
-    """
+    """A reward model and its tokenizer; the weights are read by `load`. Raises ValueError if there is no such model, if
+    it is not a sequence classifier with one or two labels, if it has no tokenizer, or if the settings do not suit
+    it."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         from hybrid_grpo.data.pictures import ImageStore
@@ -104,10 +102,8 @@ class RewardModel:
         return self.sharded or self.settings.device == "cpu"
 
     def load(self, shard: Shard | None = None) -> None:
-        """Read the weights, unless they are loaded. Collective if sharded.
-
-        Raises ValueError if the weights do not load or do not belong to a sequence classifier.
-        """
+        """Read the weights, unless they are loaded. Collective if sharded. Raises ValueError if the weights do not load
+        or do not belong to a sequence classifier."""
         with self._lock:
             if self._forward is not None:
                 return
@@ -148,10 +144,8 @@ class RewardModel:
 
     def tokens(self, prompt: PromptText, completion: str) -> tuple[list[int], int]:
         """Return the tokens that the model reads, at most `max_tokens`, and the number of tokens that were cut off.
-
         Tokens are cut off at the beginning, but a beginning-of-sequence token is kept. Raises ValueError if there is no
-        token at all, or if the prompt is a chat and there is no chat template.
-        """
+        token at all, or if the prompt is a chat and there is no chat template."""
         ids = (chat_tokens if self._is_chat(prompt) else text_tokens)(self._tokenizer, prompt, completion)
         if not ids:
             raise ValueError("prompt and completion are empty: there is nothing to score")
@@ -163,10 +157,8 @@ class RewardModel:
 
     def row(self, prompt: PromptText, completion: str, pictures: Sequence[Picture] = ()) -> tuple[Row, int]:
         """Return what the model reads, and the number of tokens that were cut off; see `tokens`. A model that sees
-        nothing reads the text alone.
-
-        Raises ValueError like `check_pictures`, and if the text does not fit with its pictures.
-        """
+        nothing reads the text alone. Raises ValueError like `check_pictures`, and if the text does not fit with its
+        pictures."""
         if not pictures or self._album is None:
             ids, cut = self.tokens(prompt, completion)
             return Row(ids, {}), cut
@@ -254,10 +246,8 @@ class RewardModel:
         return logits
 
     def reply(self, call: Call) -> Reply:
-        """Score a rank's rows with a model that all ranks call together.
-
-        A row whose text cannot be formatted fails alone. Any other error ends the run, as the other ranks wait.
-        """
+        """Score a rank's rows with a model that all ranks call together. A row whose text cannot be formatted fails
+        alone. Any other error ends the run, as the other ranks wait."""
         prompts, completions = call.inputs["prompts"], completion_texts(call.inputs["completions"])
         pictures = call.inputs.get("prompt_images") or [()] * len(prompts)
         read: dict[int, Row] = {}
@@ -331,9 +321,7 @@ def _held(settings: RewardModelSettings) -> RewardModel:
 
 def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Group rows of similar length into batches of at most `batch_tokens` tokens, with padding, or of one longer row.
-
-    The longest rows come first, so that later forwards reuse the memory of the first.
-    """
+    The longest rows come first, so that later forwards reuse the memory of the first."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
