@@ -107,10 +107,8 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 def end_of(prompt: Prompt, config: DataConfig, tokenizer: Any, ends: Collection[int]) -> int | None:
     """Return the token that ends a completion whose text others wrote. In a chat it is the token that the chat template
     writes after an answer, if it is one of `ends`, the tokens that end completions; otherwise end-of-sequence."""
-    if is_chat(prompt, config):
-        return _end_of_turn(tokenizer, str(tokenizer.chat_template), frozenset(ends))
     end: int | None = tokenizer.eos_token_id
-    return end
+    return _end_of_turn(tokenizer, str(tokenizer.chat_template), frozenset(ends)) if is_chat(prompt, config) else end
 
 
 def is_chat(prompt: Prompt, config: DataConfig) -> bool:

@@ -165,8 +165,8 @@ def pad(
 
 def plan_rows(lengths: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Partition units of rows so that each part, padded to its longest row, has at most `budget` tokens; a larger unit
-    is alone. The longest come first, so that a run that needs too much memory fails at once. `lengths` are those of the
-    longest row of each unit, and `sizes` their numbers of rows."""
+    is alone. The longest come first, so that a run that needs too much memory fails at once, and later forwards reuse
+    it. `lengths` are those of the longest row of each unit, and `sizes` their numbers of rows."""
     parts: list[list[int]] = []
     longest = rows = 0
     for unit in sorted(range(len(lengths)), key=lambda unit: -lengths[unit]):

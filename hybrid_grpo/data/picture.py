@@ -96,8 +96,8 @@ def read_picture(value: Any, folder: Path | None, where: str, max_pixels: int | 
     if isinstance(value, Picture):
         return value
     path, data, name = _source(value, folder, where)
-    contents = data if data is not None else _contents(Path(path or ""), where, name)
     start = f"{where}: the picture {name}"
+    contents = data if data is not None else _contents(Path(path or ""), start)
     refuse(not contents, f"{start} is empty: replace it, or remove the row")
     size = checked_size(contents, start)
     key = int.from_bytes(hashlib.blake2b(contents, digest_size=8).digest(), "big") >> (64 - KEY_BITS)
@@ -138,8 +138,7 @@ def _source(value: Any, folder: Path | None, where: str) -> tuple[str | None, by
     return str(path), None, text
 
 
-def _contents(path: Path, where: str, name: str) -> bytes:
-    start = f"{where}: the picture {name}"
+def _contents(path: Path, start: str) -> bytes:
     try:
         refuse(not path.is_file(), f"{start} is not a file ({path}): correct the path, or remove the row")
         length = path.stat().st_size

@@ -194,11 +194,6 @@ class ImageStore:
 
         return Image.new("RGB", (_BLANK, _BLANK))
 
-    @property
-    def blank(self) -> dict[str, Any]:
-        """What the model's tower takes of a small blank picture."""
-        return self._tensors(self.blank_image)
-
     def seen(self, text: str, images: list[Image]) -> dict[str, Any]:
         """Return what the model's processor makes of a rendered text and its pictures: `input_ids`, [1, S], other
         values per token, and what the tower takes."""

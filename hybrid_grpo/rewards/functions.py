@@ -295,7 +295,7 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
             raise UserError(f"{entry}.kwargs {kwarg}: {name} has no such parameter: {hint}")
     function: Callable[..., Any] = partial(found, **kwargs)
     accepted, instead = named, {}
-    if verl.is_verl(named):
+    if named & {"solution_str", "solution_strs"}:
         function, instead = verl.adapted(function, named, takes_any, is_async), {"ground_truth": "reward_model"}
         needed = (verl.columns_of(needed) - {"solution_str", "data_source", "extra_info"}) | {"ground_truth"}
         accepted = verl.columns_of(named) - {"solution_str"}

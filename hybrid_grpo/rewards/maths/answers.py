@@ -79,7 +79,10 @@ def stated_number(text: str, last_number: bool = False) -> Fraction | None:
     """Return the number that a completion gives as its answer, or None; see `numeric_answer`."""
     marked = _marked(text, lambda line: parse_number(line) is not None)
     number = None if marked is None else parse_number(marked)
-    return _last_number(text) if number is None and last_number else number
+    if number is not None or not last_number:
+        return number
+    numbers = [found for found in _INSIDE.finditer(text) if len(found[0]) <= _LONGEST]
+    return _value(numbers[-1]) if numbers else None
 
 
 def _reference_number(gold: Any) -> Fraction:
@@ -193,11 +196,6 @@ def parse_number(text: str) -> Fraction | None:
         return None
     match = _WHOLE.fullmatch(_FRAC.sub(r"\1/\2", bare(clean(text))))
     return None if match is None else _value(match)
-
-
-def _last_number(text: str) -> Fraction | None:
-    matches = [match for match in _INSIDE.finditer(text) if len(match[0]) <= _LONGEST]
-    return _value(matches[-1]) if matches else None
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -200,6 +200,7 @@ class RewardModel:
 
     def scores(self, rows_B: Sequence[Row]) -> list[float]:
         """Return the scores, [B], of rows. Collective if sharded; each rank may have any number of rows."""
+        from hybrid_grpo.data.packing import plan_rows
         from hybrid_grpo.distributed.ranks import all_reduce
 
         self.load()
@@ -211,7 +212,7 @@ class RewardModel:
             budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
             batches: dict[bool, list[list[int]]] = {True: [], False: []}
             for kind, numbers in of_kind.items():
-                shares = forwards([len(rows_B[number].ids) for number in numbers], budget)
+                shares = plan_rows([len(rows_B[number].ids) for number in numbers], [1] * len(numbers), budget)
                 batches[bool(kind)] += [[numbers[index] for index in share] for share in shares]
             if self.sharded:  # every rank runs the same forwards, also through the tower; those without rows come last
                 counts = torch.tensor([len(batches[True]), len(batches[False])], device=self._device)
@@ -317,18 +318,6 @@ def held(kwargs: dict[str, Any]) -> RewardModel:
 @functools.cache
 def _held(settings: RewardModelSettings) -> RewardModel:
     return RewardModel(settings)
-
-
-def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Group rows of similar length into batches of at most `batch_tokens` tokens, with padding, or of one longer row.
-    The longest rows come first, so that later forwards reuse the memory of the first."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
 
 
 def _find_config(name: str) -> Any:
