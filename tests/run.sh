@@ -9,6 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
 setup dev
+# The tests of its tasks are left out without it; its requirements, for its own programs, are many.
+[ -n "${SKIP_SETUP:-}" ] || python -c 'import bfcl_eval' 2>/dev/null || python -m pip install --quiet --no-deps bfcl-eval || true
 export DS_ACCELERATOR=${DS_ACCELERATOR:-$(python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')}
 # Each worker imports all tests, which takes a second the first time and ten where their bytecode may not be kept.
 unset PYTHONDONTWRITEBYTECODE

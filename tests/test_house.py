@@ -35,7 +35,7 @@ MOST_TRACED_FILES = 53
 MOST_TRACED_LINES = 10450
 BESIDE_THE_CORE = (
     *("features/", "commands/", "watch/", "turns/"),
-    *("data/tasks/", "rewards/code/", "rewards/maths/", "rewards/models/", "rewards/remote/"),
+    *("data/tasks/", "rewards/code/", "rewards/maths/", "rewards/models/", "rewards/remote/", "rewards/tasks/"),
     *("records/charts/", "records/publishing/", "records/trackers/"),
 )
 """Rooms that a run with plain functions as rewards does not enter; everything else is the core, which trains GRPO."""

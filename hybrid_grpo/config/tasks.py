@@ -18,9 +18,9 @@ from hybrid_grpo.config.user_code import functions_of, import_place
 Row = dict[str, Any]
 
 _RECIPES = Path(__file__).parents[1] / "data" / "tasks"
-GYM = "gym/"
-"""Begins the names of tasks of reasoning-gym."""
-READY_MADE = sorted(path.stem for path in _RECIPES.glob("*.yaml") if path.stem != GYM[:-1])
+GYM, BFCL = "gym/", "bfcl/"
+"""Begin the names of tasks of reasoning-gym, and of those of the Berkeley Function Calling Leaderboard."""
+READY_MADE = sorted(path.stem for path in _RECIPES.glob("*.yaml") if f"{path.stem}/" not in (GYM, BFCL))
 """Names of the other ready-made tasks."""
 
 _HELD_OUT = ("eval_path", "eval_split", "eval_limit")
@@ -49,8 +49,8 @@ def ready_made_settings(name: str) -> Settings:
 
 def task_settings(name: str, setting: str = "data.task") -> Mapping[str, Any]:
     """Return the settings of the task `name`, the value of `setting`. Raises UserError if there is no such task."""
-    if name.startswith(GYM):
-        return ready_made_settings(GYM[:-1])
+    if name.startswith((GYM, BFCL)):
+        return ready_made_settings(name.partition("/")[0])
     return ready_made_settings(name) if name in READY_MADE else own_task(name, setting).settings
 
 
@@ -58,9 +58,10 @@ def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
     """Import a task from the user's code, `path/to/file.py:name`: a TaskRecipe, or just a function that converts rows.
     Raises UserError if the name refers to neither; the message begins with `setting`."""
     place, colon, attribute = name.rpartition(":")
+    examples = [*READY_MADE, f"{GYM}countdown", f"{BFCL}simple_python"]
     refuse(
         not colon,
-        f"{setting} {name}: there is no such task: {did_you_mean(name, READY_MADE)}; one of your own is given as"
+        f"{setting} {name}: there is no such task: {did_you_mean(name, examples)}; one of your own is given as"
         " path/to/file.py:name or package.module:name",
     )
     module = import_place(place, f"{setting} {name}")

@@ -28,10 +28,8 @@ def unmarked(name: str) -> re.Pattern[str]:
 
 
 class ChatText:
-    """Marks the names of control tokens in texts before a chat template sees them, and tokenizes its output.
-
-    Control tokens are the special tokens, and any other added tokens that occur in `template`.
-    """
+    """Marks the names of control tokens in texts before a chat template sees them, and tokenizes its output. Control
+    tokens are the special tokens, and any other added tokens that occur in `template`."""
 
     def __init__(self, tokenizer: Any, template: str = "") -> None:
         self._tokenizer = tokenizer

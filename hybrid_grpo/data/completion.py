@@ -60,11 +60,8 @@ Called = tuple[str, bool]
 @dataclass(frozen=True)
 class Completion:
     """One continuation of a prompt, sampled by the policy or written by someone else. It has one turn, or several turns
-    with answers from tools or a user between them.
-
-    Only sampled tokens count: T, lengths, log-probabilities and everything computed from them exclude the observations,
-    which the model only reads.
-    """
+    with answers from tools or a user between them. Only sampled tokens count: T, lengths, log-probabilities and
+    everything computed from them exclude the observations, which the model only reads."""
 
     token_ids: list[int]
     """Sampled tokens of all turns, including the end-of-sequence or stop token if there was one."""

@@ -41,17 +41,11 @@ def read_completions(
     runs write the text of the last turn, and all turns in `messages`. All other columns are for the reward functions,
     including those in a mapping called `columns`, which they write too.
 
-    Args:
-        tokenizer: makes the tokens of completions; without one, completions have no tokens.
-        setting: the name of `path` in errors; the default is the name of the argument of `score`. With the default,
-            errors about missing columns name the settings that choose the columns; otherwise they name `setting`.
+    The rollouts have no prompt tokens and no log-probabilities, and without a `tokenizer` no tokens of completions. The
+    id of a prompt is the number of its row, from 0, and every completion counts as having ended by itself.
 
-    Returns:
-        Rollouts without prompt tokens and log-probabilities. The id of a prompt is the number of its row, from 0, and
-        every completion counts as having ended by itself.
-
-    Raises:
-        UserError: the source cannot be read, or a row lacks a prompt or a completion.
+    `setting` is the name of `path` in errors. With the default, the argument of `score`, errors about missing columns
+    name the settings that choose them. Raises UserError if a row lacks a prompt or a completion, or cannot be read.
     """
     # A file has no subsets: the subset in a recipe belongs to the recipe's own source.
     subset = None if Path(path).is_file() else config.subset
@@ -113,10 +107,8 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 def end_of(prompt: Prompt, config: DataConfig, tokenizer: Any, ends: Collection[int]) -> int | None:
     """Return the token that ends a completion whose text others wrote. In a chat it is the token that the chat template
     writes after an answer, if it is one of `ends`, the tokens that end completions; otherwise end-of-sequence."""
-    if is_chat(prompt, config):
-        return _end_of_turn(tokenizer, str(tokenizer.chat_template), frozenset(ends))
     end: int | None = tokenizer.eos_token_id
-    return end
+    return _end_of_turn(tokenizer, str(tokenizer.chat_template), frozenset(ends)) if is_chat(prompt, config) else end
 
 
 def is_chat(prompt: Prompt, config: DataConfig) -> bool:

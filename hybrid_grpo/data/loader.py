@@ -59,10 +59,7 @@ class PromptLoader(Generic[ItemT]):
         return self._position
 
     def next_batch(self) -> list[tuple[ItemT, int]]:
-        """This rank's contiguous slice of the next global batch: `batch_size_global / world_size` items.
-
-        Each item comes with its epoch, which distinguishes two draws of the same item.
-        """
+        """This rank's contiguous slice of the next global batch. Each item comes with its epoch."""
         return self.draw(self._batch_size, self.wanted(1))
 
     def wanted(self, batches: int) -> list[int]:
@@ -116,13 +113,7 @@ def rank_share(items: Sequence[ItemT], rank: int, world_size: int) -> list[ItemT
 
 
 class Mixture:
-    """One stream of prompts for each source, with the number of prompts drawn from it.
-
-    Args:
-        sources: the sources with their weights.
-        prompts: the prompts of all sources; prompts of one source are contiguous.
-        seed, shuffle: see `PromptLoader`. The order within a source depends on its name, not on the other sources.
-    """
+    """One stream of prompts for each source. The order within a source depends on its name, not on the others."""
 
     def __init__(self, sources: Sequence[MixtureConfig], prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
         total = sum(Fraction(str(source.weight)) for source in sources)
@@ -137,11 +128,8 @@ class Mixture:
 
     def take(self, count: int, choose: Choose | None = None) -> list[tuple[int, int]]:
         """Return the indices and epochs of the next `count` prompts, with the sources interleaved about evenly.
-
-        Args:
-            choose: overrides the order within a source: returns the prompts to draw, given the indices of the source's
-                prompts, how many to draw, and how many were drawn before.
-        """
+        `choose` overrides the order within a source: it returns the prompts to draw, given the indices of the source's
+        prompts, how many to draw, and how many were drawn before."""
         drawn = [stream.position for stream in self._streams.values()]
         placed = []
         for own, had, (name, stream) in zip(
@@ -153,7 +141,6 @@ class Mixture:
         return [item for _, item in sorted(placed, key=lambda pair: pair[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        """For each source by name: the position of its stream."""
         return {name: stream.state_dict() for name, stream in self._streams.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,15 +150,9 @@ class Mixture:
 
 
 def quotas(weights: Sequence[Fraction], drawn: Sequence[int], count: int) -> list[int]:
-    """Return how many of the next `count` items come from each source.
-
-    The number is the source's weight times `count`, rounded down or up. It is rounded up for the sources that are
-    furthest below their share of all draws (largest remainder method).
-
-    Args:
-        weights: weights of the sources, 1 in total.
-        drawn: items drawn from each source so far.
-    """
+    """Return how many of the next `count` items come from each source, whose weights are 1 in total. The number is the
+    source's weight times `count`, rounded down or up. It is rounded up for the sources that are furthest below their
+    share of all draws, those that were `drawn` included (largest remainder method)."""
     exact = [weight * count for weight in weights]
     numbers = [math.floor(share) for share in exact]
     owed = [
@@ -185,11 +166,9 @@ def quotas(weights: Sequence[Fraction], drawn: Sequence[int], count: int) -> lis
 
 
 class StepLoader(PromptLoader[Prompt]):
-    """Draws this rank's prompts for every step. The ranks together draw the same prompts, however many they are.
-
-    All prompts are in memory, and outcomes have no effect. Each batch is one minibatch over all ranks, so that its
-    prompts do not depend on the number of ranks.
-    """
+    """Draws this rank's prompts for every step. The ranks together draw the same prompts, however many they are. All
+    prompts are in memory, and outcomes have no effect. Each batch is one minibatch over all ranks, so that its prompts
+    do not depend on the number of ranks."""
 
     def __init__(self, prompts: Sequence[Prompt], config: TrainConfig, plan: BatchPlan, rank: int) -> None:
         batch_size = plan.world_size * plan.prompts_per_rank // plan.num_minibatches

@@ -18,10 +18,8 @@ def measured(
     more: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> list[Tensor]:
     """Return the log-probability and the entropy of every completion token in `batches`, and what `more` returns for
-    it, each float32 [B, T] (`shape`), 0 elsewhere. Collective.
-
-    `engine` runs a `LogprobModel`, `more` is a `HeadFunction`, and every rank has the same number of batches.
-    """
+    it, each float32 [B, T] (`shape`), 0 elsewhere. Collective. `engine` runs a `LogprobModel`, `more` is a
+    `HeadFunction`, and every rank has the same number of batches."""
     found_BT: list[Tensor] = []
     for micro in batches:
         values = engine(*micro.inputs, temperature, more)

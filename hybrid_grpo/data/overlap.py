@@ -14,25 +14,17 @@ def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
     with pictures, the pictures must be the same."""
 
     def compared(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
-        return _without_punctuation(_plain_text(prompt.text)), tuple(picture.key for picture in prompt.pictures)
+        return _plain_text(prompt.text), tuple(picture.key for picture in prompt.pictures)
 
     trained = set(map(compared, training))
     return sum(compared(prompt) in trained for prompt in held_out)
 
 
 def _plain_text(prompt: str | list[Message]) -> str:
-    """Return the text of a prompt, one message after the other, without system messages, which many prompts share."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(_content(message.get("content")) for message in prompt if message["role"] != "system")
-
-
-def _without_punctuation(text: str) -> str:
-    """Return the text without punctuation, with case folded and letters composed. Other symbols are kept: (2 + 3) * 4
-    is not 2 + 3 * 4."""
+    """Return the text of a prompt, one message after the other, without system messages, which many prompts share, and
+    without punctuation, with case folded and letters composed. Other symbols are kept: (2 + 3) * 4 is not 2 + 3 * 4."""
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    contents = [message.get("content") or "" for message in chat if message["role"] != "system"]
+    parts = [part for one in contents for part in (one if isinstance(one, list) else [{"text": one}])]
+    text = "\n".join(str(part.get("text", "")) for part in parts)
     return _PUNCTUATION.sub(" ", unicodedata.normalize("NFC", text).casefold()).strip()
-
-
-def _content(content: str | list[dict[str, str]] | None) -> str:
-    parts = content if isinstance(content, list) else [{"text": content or ""}]
-    return "\n".join(str(part.get("text", "")) for part in parts)

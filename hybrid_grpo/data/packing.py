@@ -43,11 +43,9 @@ class _Group:
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
-    """Return the token budget of a micro-batch.
-
-    A forward without gradients keeps no activations, so its budget is several times as large. With gradient
-    checkpointing, training keeps almost none either, so both budgets are equal.
-    """
+    """Return the token budget of a micro-batch. A forward without gradients keeps no activations, so its budget is
+    several times as large. With gradient checkpointing, training keeps almost none either, so both budgets are
+    equal."""
     tokens = policy.micro_batch_tokens or (_ON_GPU if on_gpu else _ON_CPU)
     return tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
 
@@ -63,12 +61,9 @@ def pack(
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
-    Args:
-        budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
-        share: whether a prompt that several rows have is computed once; auto: if that saves a tenth of the tokens.
-        reading: how the model reads the tokens, and what is beside them.
-        together: rows whose indices are k * together to (k + 1) * together - 1, and whose prompt is the same, are not
-            separated.
+    A row longer than the `budget` gets a micro-batch of its own. `share`: whether a prompt that several rows have is
+    computed once; auto: if that saves a tenth of the tokens. Rows whose indices are k * together to
+    (k + 1) * together - 1, and whose prompt is the same, are not separated.
     """
     units = _units(rows, together)
     groups = [_Group([[row] for row in unit]) for unit in units]
@@ -170,8 +165,8 @@ def pad(
 
 def plan_rows(lengths: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Partition units of rows so that each part, padded to its longest row, has at most `budget` tokens; a larger unit
-    is alone. The longest come first, so that a run that needs too much memory fails at once. `lengths` are those of the
-    longest row of each unit, and `sizes` their numbers of rows."""
+    is alone. The longest come first, so that a run that needs too much memory fails at once, and later forwards reuse
+    it. `lengths` are those of the longest row of each unit, and `sizes` their numbers of rows."""
     parts: list[list[int]] = []
     longest = rows = 0
     for unit in sorted(range(len(lengths)), key=lambda unit: -lengths[unit]):

@@ -88,20 +88,16 @@ def _rgb(image: Image) -> Image:
 
 def read_picture(value: Any, folder: Path | None, where: str, max_pixels: int | None = None) -> Picture:
     """Return the picture that a row gives as a path, as bytes, as `datasets` stores one, as a PIL image, or as it was
-    returned here. Only its header is read.
+    returned here. Only its header is read. Paths are relative to `folder`, and may not lead out of it.
 
-    Args:
-        folder: what relative paths are relative to. They may not lead out of it.
-        where: describes the row in messages.
-        max_pixels: a larger picture is reduced to this many pixels.
-
-    Raises UserError if it is absent, too large, no picture, or broken as far as header and end show it.
+    Raises UserError, in which `where` describes the row, if it is absent, too large, no picture, or broken as far as
+    header and end show it.
     """
     if isinstance(value, Picture):
         return value
     path, data, name = _source(value, folder, where)
-    contents = data if data is not None else _contents(Path(path or ""), where, name)
     start = f"{where}: the picture {name}"
+    contents = data if data is not None else _contents(Path(path or ""), start)
     refuse(not contents, f"{start} is empty: replace it, or remove the row")
     size = checked_size(contents, start)
     key = int.from_bytes(hashlib.blake2b(contents, digest_size=8).digest(), "big") >> (64 - KEY_BITS)
@@ -142,8 +138,7 @@ def _source(value: Any, folder: Path | None, where: str) -> tuple[str | None, by
     return str(path), None, text
 
 
-def _contents(path: Path, where: str, name: str) -> bytes:
-    start = f"{where}: the picture {name}"
+def _contents(path: Path, start: str) -> bytes:
     try:
         refuse(not path.is_file(), f"{start} is not a file ({path}): correct the path, or remove the row")
         length = path.stat().st_size

@@ -101,19 +101,13 @@ class _Layout:
 
 
 class ImageStore:
-    """The pictures of a process, and the processor of the model that sees them.
-
-    Args:
-        load: returns transformers' processor of the checkpoint. It is called for the first picture.
-        token: the token in whose places embeddings of pictures stand (see `image_token`); None if it is not known.
-
-    Attributes:
-        keeps: whether pictures stay here although no prompt has them any more.
-        empty: whether there has been no picture yet.
-    """
+    """The pictures of a process, and the processor of the model that sees them, which `load` returns for the first one.
+    `token` is the one in whose places embeddings stand (see `image_token`); None if it is not known."""
 
     keeps = True
+    """Whether pictures stay here although no prompt has them any more."""
     empty = True
+    """Whether there has been no picture yet."""
 
     def __init__(self, load: Callable[[], Any], token: int | None) -> None:
         self._load, self._token = load, token
@@ -199,11 +193,6 @@ class ImageStore:
 
         return Image.new("RGB", (_BLANK, _BLANK))
 
-    @property
-    def blank(self) -> dict[str, Any]:
-        """What the model's tower takes of a small blank picture."""
-        return self._tensors(self.blank_image)
-
     def seen(self, text: str, images: list[Image]) -> dict[str, Any]:
         """Return what the model's processor makes of a rendered text and its pictures: `input_ids`, [1, S], other
         values per token, and what the tower takes."""
@@ -215,11 +204,9 @@ class ImageStore:
         return {name: value for name, value in found.items() if name not in _TEXT_INPUTS}
 
     def ids(self, text: str, pictures: Sequence[Picture], encode: Callable[[str], list[int]], where: str) -> list[int]:
-        """Return the tokens of a rendered prompt, with visual tokens in the places of its pictures.
-
-        The processor's text for each picture is put into the prompt before it is tokenized, as the processor does it,
-        since tokens may reach across its ends.
-        """
+        """Return the tokens of a rendered prompt, with visual tokens in the places of its pictures. The processor's
+        text for each picture is put into the prompt before it is tokenized, as the processor does it, since tokens may
+        reach across its ends."""
         name = self.processor.image_token
         parts = unmarked(name).split(text)
         refuse(

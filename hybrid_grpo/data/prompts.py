@@ -211,10 +211,8 @@ def read_prompt(
     seen: tuple[ImageStore, Path | None] | None = None,
 ) -> Prompt:
     """Return the tokenized prompt of a row. A prompt that is far too long is cut, but remains longer than the limit.
-
     Raises UserError as `prompts_of` does; `where` describes the row in messages. `seen` is what takes its pictures, and
-    the folder that their paths are relative to.
-    """
+    the folder that their paths are relative to."""
     text, values = given_pictures(prompt_text(row, where, config), row.get(config.image_column) if seen else None)
     refuse(
         seen is None and has_images(text),

@@ -116,7 +116,12 @@ def read_rows(source: Source, config: DataConfig | None = None) -> list[Row]:
     ones with the columns that `config` names (see `shape_of`). Raises UserError if the source cannot be reached or
     read, has no such split or no rows, or a row cannot be converted.
     """
-    rows = _unconverted_rows(source)
+    if source.task is None or source.path != "":
+        rows = _same_columns(_read(source))
+    else:
+        why = f"data.subset {source.subset}: data.task {source.task} has none: leave it out"
+        refuse(source.subset is not None, why)
+        rows = make_rows(source.task, source.split, source.limit, source.split_setting)
     if source.task is not None:
         convert = row_reader(load_task(source.task).row, f"data.task {source.task}", str(source))
     elif config is not None:
@@ -124,13 +129,6 @@ def read_rows(source: Source, config: DataConfig | None = None) -> list[Row]:
     else:
         return rows
     return _same_columns([convert(number, row) for number, row in enumerate(rows)])
-
-
-def _unconverted_rows(source: Source) -> list[Row]:
-    if source.task is None or source.path != "":
-        return _same_columns(_read(source))
-    refuse(source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out")
-    return make_rows(source.task, source.split, source.limit, source.split_setting)
 
 
 def _same_columns(rows: list[Row]) -> list[Row]:

@@ -37,7 +37,6 @@ from hybrid_grpo.distributed.workers.calls import Call, Failure, Inputs, Interfa
 from hybrid_grpo.distributed.workers.messages import stored
 from hybrid_grpo.distributed.workers.snapshots import Snapshot, restored
 from hybrid_grpo.rewards import verl
-from hybrid_grpo.rewards.comparisons import comparison
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ BUILTINS: dict[str, Builtin] = {
     "format_tags": Builtin("rules", "inline"),
     "multiple_choice": Builtin("text", "inline"),
     "language_penalty": Builtin("text", "inline"),
-    "countdown": Builtin("countdown", "inline"),
-    "gym_answer": Builtin("gym", needs="reasoning_gym"),
+    "gym_answer": Builtin("tasks.gym", needs="reasoning_gym"),
+    "function_calls": Builtin("tasks.calls"),
     "math_answer": Builtin("maths.answers", reads="an answer in \\boxed{}, or after #### or `Answer:`"),
     "reward_model": Builtin("models.reward_model", "thread"),
     "code_tests": Builtin("code.code_tests"),
@@ -77,6 +76,8 @@ BUILTINS: dict[str, Builtin] = {
     "judge": Builtin("remote.judge"),
 }
 """The built-in reward functions, which a configuration names without a path."""
+_GONE = {"countdown": "data.task gym/countdown has the puzzles, with a reward of its own"}
+"""Names of earlier versions, and what takes their place."""
 
 PICTURES = "completion_images"
 """The input with the pictures that answers between the turns of each completion showed."""
@@ -255,10 +256,8 @@ class RewardEntry:
 
 
 def load_function(config: RewardConfig, entry: str) -> RewardFunction:
-    """Find the function of an entry of `rewards` and check its `kwargs`; `entry` names the entry in messages.
-
-    Raises UserError if the function cannot be imported or called, or does not accept these `kwargs`.
-    """
+    """Find the function of an entry of `rewards` and check its `kwargs`; `entry` names the entry in messages. Raises
+    UserError if the function cannot be imported or called, or does not accept these `kwargs`."""
     found = config.function
     return bind(found if callable(found) else _find(found, f"{entry}.function {found}"), config, entry)
 
@@ -286,7 +285,6 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
         raise UserError(f"{setting} has batch_size {batch_size!r}: set it to group, or to 1 or more")
     builtin = BUILTINS.get(config.function) if isinstance(config.function, str) else None
     is_builtin = builtin is not None
-    is_sized = is_builtin or config.batch_size != "auto" or hasattr(found, "batch_size")
     columns = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD} - set(CONTEXT) if is_builtin else set()
     for kwarg in kwargs:
         if kwarg in INPUTS or kwarg in columns:
@@ -297,7 +295,7 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
             raise UserError(f"{entry}.kwargs {kwarg}: {name} has no such parameter: {hint}")
     function: Callable[..., Any] = partial(found, **kwargs)
     accepted, instead = named, {}
-    if verl.is_verl(named):
+    if named & {"solution_str", "solution_strs"}:
         function, instead = verl.adapted(function, named, takes_any, is_async), {"ground_truth": "reward_model"}
         needed = (verl.columns_of(needed) - {"solution_str", "data_source", "extra_info"}) | {"ground_truth"}
         accepted = verl.columns_of(named) - {"solution_str"}
@@ -312,7 +310,7 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
         batch_size,
         instead,
         sorted(settings),
-        {"compares": None if is_sized else comparison(source), "reads": builtin.reads if builtin else ""},
+        {"reads": builtin.reads if builtin else ""},
     )
     loaded = RewardFunction(name, function, interface, getattr(getattr(source, "__code__", None), "co_filename", None))
     if is_builtin:
@@ -347,8 +345,9 @@ def _find(spec: str, setting: str) -> Callable[..., Any]:
     if not colon:
         refuse_bare_file(spec, setting)
         if spec not in BUILTINS:
+            instead = _GONE.get(spec) or did_you_mean(spec, BUILTINS)
             raise UserError(
-                f"{setting} is not a built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
+                f"{setting} is not a built-in: {instead}; one of your own is given as"
                 " path/to/file.py:function or package.module:function"
             )
         place, attribute = f"hybrid_grpo.rewards.{BUILTINS[spec].module}", spec

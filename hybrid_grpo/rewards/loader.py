@@ -56,9 +56,7 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
 
 def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
     """Load entries, whose keys are names of settings such as `rewards[0]`; raises UserError like `load_function`.
-
-    Functions that run in worker processes are imported only there, and share the same workers.
-    """
+    Functions that run in worker processes are imported only there, and share the same workers."""
     scoring = scoring or ScoringConfig()
     entries = {entry: _by_name(config) for entry, config in configs.items()}
     for entry, config in entries.items():
@@ -91,11 +89,6 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
                 interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
             else:
                 caller = pool.threaded(function, config.timeout_s, _enter_gpu())
-        if compares := interface.schema.get("compares"):
-            _notice(
-                f"{reward_name(config)} gets one completion in each call, but {compares} looks at several: set its"
-                " batch_size to group for all completions of a prompt, or to 1 if it does not compare them"
-            )
         name, kwargs, sources = reward_name(config), frozenset(config.kwargs), frozenset(config.sources)
         rewards.append(Reward(name, config.weight, kwargs, interface, caller, model, sources, inline))
     return rewards

@@ -53,11 +53,9 @@ def compared(
 
 
 def exact_match(completions: Completions, answer: list[Any]) -> list[float | None]:
-    """1.0 if the completion equals the column `answer`, both stripped of outer white space, else 0.0.
-
-    A number equals the same number in other digits: 42.0 is 42. Any answer of a list is right. None if `answer` is
-    None. Raises ValueError for other values.
-    """
+    """1.0 if the completion equals the column `answer`, both stripped of outer white space, else 0.0. A number equals
+    the same number in other digits: 42.0 is 42. Any answer of a list is right. None if `answer` is None. Raises
+    ValueError for other values."""
     texts = [text.strip() for text in completion_texts(completions)]
     return compared(texts, [gold_answers(gold, _text_or_number) for gold in answer], same=_equal)
 
@@ -113,11 +111,9 @@ def _shares(letters: str, gold: str) -> list[float]:
 
 
 def format_regex(completions: Completions, *, pattern: str) -> list[float | None]:
-    r"""1.0 if `pattern` matches the whole completion (re.fullmatch), else 0.0; `.` also matches a newline.
-
-    An example is `<think>.*?</think>\s*<answer>.*?</answer>`. Nested repetition, such as `(a+)+`, can take time
-    exponential in the length of a completion.
-    """
+    r"""1.0 if `pattern` matches the whole completion (re.fullmatch), else 0.0; `.` also matches a newline. An example
+    is `<think>.*?</think>\s*<answer>.*?</answer>`. Nested repetition, such as `(a+)+`, can take time exponential in the
+    length of a completion."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -136,13 +132,9 @@ def format_tags(
     """1.0 if the completion is `<think>...</think><answer>...</answer>`, else 0.0.
 
     Each of the `tags` must open and close exactly once, in the given order (the format of DeepSeek-R1,
-    arXiv:2501.12948, section 2.2.2). Any text, or none, may stand between an opening tag and its closing tag.
-
-    Args:
-        strict: allow nothing but white space outside of the tags.
-        partial: a completion that fails earns, instead of 0.0, half the share of the marks (`<think>`, `</think>`, ...)
-            that it contains exactly once; the maximum is 0.5.
-        opened: the chat template has already written the first opening tag, as for reasoning models.
+    arXiv:2501.12948, section 2.2.2), and if `strict` nothing but white space may be outside of them. If `partial`, a
+    completion that fails earns half the share of the marks (`<think>`, `</think>`, ...) that it contains exactly once.
+    With `opened`, the chat template has already written the first one, as for reasoning models.
     """
     if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):
         raise ValueError(f"tags {tags!r} must be a list of different names, as in [think, answer]")

@@ -64,12 +64,9 @@ class Timeline:
 
 
 class Rewards:
-    """The reward functions of a run, each with a unique name.
-
-    The policy's `tokenizer` is used to find the token at which a step given as text ends; without a tokenizer, all such
-    steps end with the completion. `environments` are the rewards that the environments themselves give. Functions see
-    `timeline` as `trainer_state`.
-    """
+    """The reward functions of a run, each with a unique name. The policy's `tokenizer` is used to find the token at
+    which a step given as text ends; without a tokenizer, all such steps end with the completion. `environments` are the
+    rewards that the environments themselves give. Functions see `timeline` as `trainer_state`."""
 
     def __init__(
         self,
@@ -98,10 +95,8 @@ class Rewards:
         return list({id(reward.model): reward.model for reward in self.functions if reward.model is not None}.values())
 
     def load_models(self, shard: Shard | None = None) -> None:
-        """Load `models` now rather than when they are first called. Collective.
-
-        `shard` shards a model over the ranks. Raises UserError if a model does not load, for example without `shard`.
-        """
+        """Load `models` now rather than when they are first called. Collective. `shard` shards a model over the ranks.
+        Raises UserError if a model does not load, for example without `shard`."""
         self._each_model(lambda model: model.load(shard))
 
     def _each_model(self, call: Callable[[RewardModel], None]) -> None:
@@ -143,10 +138,8 @@ class Rewards:
 
     def check_columns(self, columns: Collection[str], data: str = "the data") -> None:
         """Raise UserError unless the functions can be called with these columns, which exclude the prompt. `data` says
-        in messages what has the columns.
-
-        No column may have the name of an input or of one of `kwargs`, and no required column may be missing.
-        """
+        in messages what has the columns. No column may have the name of an input or of one of `kwargs`, and no required
+        column may be missing."""
         for name in self.inputs:
             if name in columns:
                 raise UserError(
@@ -175,9 +168,7 @@ class Rewards:
 
     def refuse_failures(self, scores: Scores, device: torch.device) -> None:
         """Raise RunStopped on every rank if a function failed on too large a share of all ranks' completions.
-
-        Collective: each rank passes the scores of its own completions, and the device on which counts are exchanged.
-        """
+        Collective: each rank passes the scores of its own completions, and the device on which counts are exchanged."""
         counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
         *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=device)).tolist()
         limit = self.scoring.max_failed_frac
@@ -192,14 +183,8 @@ class Rewards:
     def score(
         self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, done: int = 0
     ) -> Scores:
-        """Score completions that are all finished; raises UserError like `check_columns`.
-
-        Args:
-            prompts: [B], the prompt of each row.
-            completions: [B]
-            num_generations: rows per group, for functions that score whole groups.
-            done: steps of the run that are completed.
-        """
+        """Score completions that are all finished, each with its prompt; raises UserError like `check_columns`. `done`
+        is the number of steps that are completed."""
         with Stream(self, prompts[::num_generations], num_generations, done) as stream:
             for row, completion in enumerate(completions):
                 stream.add(row // num_generations, row % num_generations, completion)

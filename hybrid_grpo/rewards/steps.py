@@ -21,9 +21,7 @@ class TokenEnds:
 
     def __call__(self, token_ids: list[int], text: str) -> list[int]:
         """Return [T]: for each token, the number of characters of `text` (the decoded tokens) up to the token's end.
-
-        Special tokens have no characters. A character that consists of several tokens belongs to the last of them.
-        """
+        Special tokens have no characters. A character that consists of several tokens belongs to the last of them."""
         lengths: list[int] = []
         run: list[int] = []
         for number, token in enumerate(token_ids, 1):

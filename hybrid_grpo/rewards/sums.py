@@ -16,12 +16,8 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
 
     A function that does not apply to a row adds nothing to the row's reward, which is 0.0 if no function applies, as in
     TRL. A row on which a function failed has no reward. If a function scores steps anywhere in a group, then a number
-    that it returns for another row of that group is the reward of a single step, the whole completion.
-
-    Args:
-        replies: by function name; steps are given by their ends in tokens.
-        lengths: [B], number of tokens of each completion.
-        num_generations: G, rows per group.
+    that it returns for another row of that group is the reward of a single step, the whole completion. In `replies`, by
+    function name, steps are given by their ends in tokens, of which each completion has one of the `lengths`.
     """
     failed_B = torch.tensor(
         [any(reply.failures[row] for reply in replies.values()) for row in range(len(lengths))], dtype=torch.bool

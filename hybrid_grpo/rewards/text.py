@@ -102,10 +102,8 @@ def language_penalty(completions: Completions, *, scripts: Sequence[str] = ("lat
     """Minus the share of letters that belong to none of the `scripts`, from 0.0 to -1.0.
 
     It guards against reasoning that drifts into another language (compare the language consistency of DeepSeek-R1,
-    arXiv:2501.12948, section 2.3.2, which counts words). Scripts are not languages: French instead of English goes
-    unnoticed, and an alpha in an English proof counts as Greek (so allow `greek`). Digits and letters that belong to no
-    single script, such as mathematical symbols, do not count. `scripts` lists Unicode's names of scripts, such as [han,
-    hiragana, katakana] for Japanese.
+    arXiv:2501.12948, section 2.3.2, which counts words); see docs/rewards/text.md. Digits and letters that belong to no
+    single script, such as mathematical symbols, do not count. `scripts` lists Unicode's names of scripts.
     """
     if isinstance(scripts, str) or not scripts:
         raise ValueError(f"scripts {scripts!r} must be a list of names, as in [latin]")

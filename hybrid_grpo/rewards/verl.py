@@ -17,11 +17,6 @@ class AdapterError(Exception):
     """A row, or a function's result, breaks verl's convention. The message continues the name of the function."""
 
 
-def is_verl(parameters: set[str]) -> bool:
-    """Whether a function with these parameters follows one of verl's conventions."""
-    return not parameters.isdisjoint({"solution_str", "solution_strs"})
-
-
 def columns_of(parameters: set[str]) -> set[str]:
     """Return parameters by the names of the columns that they receive, which are singular in both conventions."""
     return {name.removesuffix("s") if name in _PLURALS.values() else name for name in parameters}

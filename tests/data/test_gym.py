@@ -7,7 +7,7 @@ from reasoning_gym.factory import DATASETS
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.tasks import load_task
-from hybrid_grpo.rewards.gym import gym_answer, stated
+from hybrid_grpo.rewards.tasks.gym import gym_answer, stated
 
 WITHOUT_ANSWERS = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Their problems have many right answers, of which none is given."""

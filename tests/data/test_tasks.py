@@ -68,7 +68,6 @@ RIGHT_AND_WRONG = {
         "```python\ndef double(n):\n    return n + n\n```",
         "```python\ndef double(n):\n    return n + 3\n```",
     ),
-    "countdown": ({"nums": [3, 3, 8, 8], "target": 24}, "<answer>8/(3-8/3)</answer>", "<answer>8*3</answer>"),
     "letters": ({"word": "dcab"}, "abcd", "dabc"),
 }
 
@@ -105,7 +104,6 @@ def test_the_prompts_of_the_data_sets():
     assert read["math"].startswith(MATH["problem"]) and r"\boxed{}" in read["math"]
     assert "\n\nA. Moon\nB. Mars\nC. Sun\n\n" in read["multiple_choice"]
     assert MBPP["test_list"][0] in read["code"] and MBPP["test_list"][1] not in read["code"]
-    assert "3, 3, 8, 8" in read["countdown"] and "equals 24" in read["countdown"]
     assert read["letters"] == "dcab="
 
 
@@ -243,7 +241,6 @@ def test_a_task_that_is_none(own, task, says):
         ("multiple_choice", {**MMLU, "answer": 4}, "has answer 4, which is not a label, index or text of its 4"),
         ("multiple_choice", {**MMLU, "choices": "ab"}, "has choices 'ab', where a list of 2 to 26 texts is expected"),
         ("code", {"prompt": "a"}, "has no tests or test_list or test or input_output: its columns are task_id, "),
-        ("countdown", {"nums": "1, 2", "target": 3}, "has nums '1, 2' and target 3, where whole numbers are expected"),
         ("my_task.py:fragile", {"say": "ho"}, "reading it raised IndexError: string index out of range (my_task.py:"),
         ("my_task.py:absent", {"say": "ho"}, "reading it raised KeyError: 'nothing'"),
         ("my_task.py:odd", {"say": "ho"}, "became 'text': return a dict with a prompt"),

@@ -14,7 +14,7 @@ from reward_helpers import inline, rows, statuses
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.rewards import rules
-from hybrid_grpo.rewards.functions import CONTEXT, load_function
+from hybrid_grpo.rewards.functions import CONTEXT
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.rules import _text_or_number
 from hybrid_grpo.rewards.scorer import Rewards
@@ -159,29 +159,6 @@ def test_answers_that_are_found_in_no_completion_are_reported_once(capfd) -> Non
     (line,) = capfd.readouterr().err.splitlines()
     assert "numeric_answer found no answer in any of 6 completions, such as 'so it is 4.': let the prompts" in line
     assert "ask for a number after #### or in \\boxed{}, or set kwargs last_number to true" in line
-
-
-@pytest.mark.parametrize(
-    ("body", "found"),
-    [
-        ("return [float(len(c)) for c in completions]", None),
-        ("return [0.0] * len(completions)", None),
-        ("assert len(completions) == len(answer)\n    return [max(0.0, 1 - len(c)) for c in completions]", None),
-        (
-            "log_metric('a', sum(completions) / len(completions))\n    return [max(map(len, c)) for c in completions]",
-            None,
-        ),
-        ("letters = set('abc')\n    return [len(letters & set(c)) for c in completions]", None),
-        ("longest = max(len(c) for c in completions)\n    return [len(c) / longest for c in completions]", "max("),
-        ("if len(completions) < 2:\n        return [0.0]\n    return completions", "len(completions) < 2"),
-        ("r = []\n    for c in completions:\n        r.append(len(c))\n    m = np.mean(r)\n    return r", "np.mean(r)"),
-        ("return [float(len(set(completions)))] * 4", "set(completions)"),
-    ],
-)
-def test_functions_that_compare_the_completions_of_a_call_are_known(tmp_path, body: str, found: str | None) -> None:
-    (tmp_path / "f.py").write_text(f"def f(completions, answer=None, log_metric=None):\n    {body}\n")
-    compares = load_function(RewardConfig(f"{tmp_path}/f.py:f"), "f").interface.schema["compares"]
-    assert compares is None if found is None else compares.startswith(found)
 
 
 def test_a_wrong_number_of_values() -> None:

@@ -1,11 +1,9 @@
-"""Multiple choice, language, the cosine of the length and the numbers game; and that rules take linear time."""
+"""Multiple choice and language; and that rules take linear time."""
 
-import re
 import time
 
 import pytest
 
-from hybrid_grpo.rewards.countdown import countdown, evaluate
 from hybrid_grpo.rewards.rules import format_tags
 from hybrid_grpo.rewards.text import language_penalty, multiple_choice
 
@@ -71,47 +69,6 @@ def test_language_penalty_is_the_share_of_letters_of_other_scripts() -> None:
 
 
 @pytest.mark.parametrize(
-    "expression, value",
-    [
-        ("1+2*3", 7), ("(1+2)*3", 9), ("8/(3-8/3)", 24), ("7-3-2", 2), ("12/3/2", 2), ("((5))", 5), (" 1 + 2 ", 3),
-        ("1 2", None), ("1-", None), ("-3", None), ("2--3", None), ("((1)", None), ("1)", None), ("1/0", None),
-        ("1/(2-2)", None), ("()", None), ("2(3)", None), ("", None), ("2**3", None), ("0x10", None), ("1.5", None),
-        ("__import__('os')", None), ("(" * 300 + "1" + ")" * 300, None), ("1+" * 249 + "1", 250), ("9999999999", None),
-    ],
-)  # fmt: skip
-def test_an_expression_has_its_exact_value(expression: str, value: int | None) -> None:
-    read = evaluate(expression)
-    assert (None if read is None else read[0]) == value
-
-
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("<think>3*8=24</think>\n<answer>8 / (3 - 8 / 3)</answer>", 1), ("8/(3-8/3)", 1), ("<answer>8/(3-8/3) = 24", 1),
-        (r"<answer>8 \div (3 \u2212 8/3)</answer>".replace(r"\u2212", "\u2212"), 1), ("<answer>3*8</answer>", 0),
-        ("<answer>8+8+8</answer>", 0), ("<answer>(3+3-8/8)*8/8</answer>", 0), ("<answer>24</answer>", 0),
-        ("<answer>8/(3-8/3)</answer> or <answer>1</answer>", 0), ("the answer is 8/(3-8/3)", 0), ("", 0),
-    ],
-)  # fmt: skip
-def test_countdown_uses_every_number_once(completion: str, reward: int) -> None:
-    assert (
-        countdown([completion], [[3, 3, 8, 8]], [24]) == countdown(chats(completion), [[8, 3, 8, 3]], [24]) == [reward]
-    )
-
-
-def test_countdown_may_leave_numbers_out() -> None:
-    assert countdown(["3*8", "3*8*1/1", "3*8"], [[3, 3, 8]] * 3, [24, 24, None], use_all=False) == [1.0, 0.0, None]
-
-
-@pytest.mark.parametrize("nums, target", [(["1", "2"], "3"), ("[1, 2]", 3), (None, 3), ([1, 2], "3")])
-def test_countdown_refuses_numbers_that_are_text(nums: object, target: object) -> None:
-    """No completion solved them, so that all had reward 0."""
-    with pytest.raises(ValueError, match=re.escape(f"nums {nums!r} must be a list of numbers, and target {target!r}")):
-        countdown(["<answer>1 + 2</answer>"], [nums], [target])
-    assert countdown(["1 + 2", "1 + 2", "1 / 2"], [[1, 2]] * 3, [3.0, None, 0.5]) == [1.0, None, 1.0]
-
-
-@pytest.mark.parametrize(
     "text",
     ["answer is ", "answer is (", "**A. ", "(", "{", r"\boxed{", "A ", " ", "\n", "*", "_", "<think>", "A.\n", "A or"],
 )
@@ -122,6 +79,5 @@ def test_rules_take_linear_time(before: str, text: str) -> None:
     for rule in (format_tags, language_penalty):
         rule([long])
     multiple_choice([long], ["A"], [["x", "y"]])
-    countdown([long], [[1]], [1])
     # About 0.1 s; quadratic in a hundred thousand characters is minutes.
     assert time.process_time() - start < 2.0

@@ -7,27 +7,28 @@ from collections.abc import Callable
 from itertools import islice
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.tasks import GYM, Row, TaskRecipe, column, own_task, ready_made_settings, text
+from hybrid_grpo.config.tasks import BFCL, GYM, Row, TaskRecipe, column, own_task, ready_made_settings, text
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.data.tasks import datasets, puzzles
+from hybrid_grpo.data.tasks import datasets, evaluation_sets, puzzles
+from hybrid_grpo.data.tasks.evaluation_sets import bfcl_task
 from hybrid_grpo.data.tasks.gym import gym_task
 
 __all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "row_reader", "text"]
 
-_MADE = {"letters": puzzles.make_letters}
+_MADE = {"letters": puzzles.make_letters, "human_eval": evaluation_sets.make_human_eval}
 _READERS = (
-    *(datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code, datasets.countdown),
-    puzzles.letters,
+    *(datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code),
+    *(puzzles.letters, evaluation_sets.human_eval),
 )
 TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _READERS}
 """The built-in tasks by name in `data.task`. The function that converts a row and the YAML file have the same name."""
 
 
 def load_task(name: str) -> TaskRecipe:
-    """Load a built-in task, one of reasoning-gym (see `gym_task`), or the user's own: `path/to/file.py:name` or
-    `package.module:name` (see `own_task`)."""
-    if name.startswith(GYM):
-        return gym_task(name)
+    """Load a built-in task, one of reasoning-gym (see `gym_task`) or BFCL (see `bfcl_task`), or the user's own:
+    `path/to/file.py:name` or `package.module:name` (see `own_task`)."""
+    if name.startswith((GYM, BFCL)):
+        return gym_task(name) if name.startswith(GYM) else bfcl_task(name)
     return TASKS[name] if name in TASKS else own_task(name)
 
 

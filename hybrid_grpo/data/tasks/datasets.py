@@ -69,16 +69,3 @@ def code(row: Row) -> Row:
     solution = row.get("code")
     target = {} if solution is None else {"completion": f"```python\n{solution.strip()}\n```"}
     return {"prompt": f"{text(row, 'prompt', 'text', 'question')}\n\n{ask}", "tests": tests, **target}
-
-
-def countdown(row: Row) -> Row:
-    """Convert a row with the columns nums and target, as in Jiayi-Pan/Countdown-Tasks-3to4."""
-    nums, target = column(row, "nums"), column(row, "target")
-    if not isinstance(nums, list) or not all(type(number) is int for number in [*nums, target]):
-        raise ValueError(f"has nums {nums!r:.40} and target {target!r:.20}, where whole numbers are expected")
-    prompt = (
-        f"Using the numbers {', '.join(map(str, nums))}, write an expression that equals {target}. Use every number"
-        " exactly once, with + - * / and parentheses. Think step by step, then give the expression in <answer>"
-        " </answer>, as in <answer>(1 + 2) / 3</answer>."
-    )
-    return {"prompt": prompt, "nums": nums, "target": target}

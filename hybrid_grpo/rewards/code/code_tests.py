@@ -40,16 +40,10 @@ def code_tests(
 ) -> list[float | None]:
     """Share of tests that the program in a completion passes; 0.0 if there is no program, None if `tests` is None.
 
-    Args:
-        tests: [B], in one of the formats of docs/rewards/code.md, which also explains the settings. In Python tests,
-            names that the tests do not define are those of the program, which can also be imported as `solution`.
-        entry_point: [B], name of the tested function, if the tests need it.
-        tolerance: absolute or relative difference allowed between numbers on standard output.
-        require: the `containment.PROTECTIONS` that must be in force; if one is not, no program is run.
-
-    Raises:
-        ValueError: a setting is invalid or cannot be met on this machine, or the data set's tests are invalid.
-        RuntimeError: the sandbox has failed.
+    docs/rewards/code.md has the settings, and the formats of tests. In Python tests, names that the tests do not define
+    are those of the program, which can also be imported as `solution`. `entry_point` names the tested function, if the
+    tests need it. Raises ValueError if a setting is invalid or cannot be met on this machine, or the data set's tests
+    are invalid; RuntimeError if the sandbox has failed.
     """
     _check(score, fence, timeout_s, memory_mb, tolerance)
     if not completions:

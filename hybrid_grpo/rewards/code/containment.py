@@ -55,10 +55,7 @@ class Limits:
 
 class Containment:
     """The protections that this kernel offers to this user, applied to processes that are forked from this process.
-
-    Args:
-        without: protections to leave out in tests: `seccomp`, `landlock`, `user`.
-    """
+    Tests leave some out: `without` `seccomp`, `landlock` or `user`."""
 
     def __init__(self, without: Iterable[str] = ()) -> None:
         version = -1 if "landlock" in without else _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)

@@ -133,10 +133,8 @@ class Channel:
         self._proxies: dict[int, Proxy] = {}
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Make the other side perform one of `_OPERATIONS` or a call.
-
-        Raises the other side's exception if it is builtin, else RuntimeError; EOFError or OSError if that side is gone.
-        """
+        """Make the other side perform one of `_OPERATIONS` or a call. Raises the other side's exception if it is
+        builtin, else RuntimeError; EOFError or OSError if that side is gone."""
         self._connection.send_bytes(self.dump((what, *arguments)))
         while True:
             what, *arguments = self.load(self._connection.recv_bytes())
@@ -242,10 +240,8 @@ def _is_importable(function: Any) -> bool:
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """Copy a loaded value without the attributes (and so the methods) that a message can add to its objects.
-
-    `made` maps the id of each original to its copy, so that an object that occurs twice is copied once.
-    """
+    """Copy a loaded value without the attributes (and so the methods) that a message can add to its objects. `made`
+    maps the id of each original to its copy, so that an object that occurs twice is copied once."""
     kind = type(value)
     if id(value) in made:
         return made[id(value)]
@@ -325,10 +321,8 @@ def serve_program(source: str, connection: Connection) -> None:
 
 def judge(tests: str, verdict: int, connection: Connection) -> None:
     """Run tests against the program at the other end, and write "1" or "0" for each to the descriptor `verdict`.
-
     `tests` is JSON: `names` lists the program's names that the tests use; `parts` lists pairs of code and whether that
-    code counts as a test. The parts run one after the other in one module.
-    """
+    code counts as a test. The parts run one after the other in one module."""
     order = json.loads(tests)
     channel = Channel(connection, trusting=False)
     space: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}

@@ -52,17 +52,8 @@ class ProgramResult:
 
 
 class Sandbox:
-    """A template process; programs run in forks of it, one at a time.
-
-    It belongs to the process and thread that made it.
-
-    Args:
-        without: see `Containment`.
-
-    Raises:
-        ValueError: this is not Linux.
-        RuntimeError: the template does not start.
-    """
+    """A template process; programs run in forks of it, one at a time. It belongs to the process and thread that made
+    it. Raises ValueError if this is not Linux, and RuntimeError if the template does not start."""
 
     def __init__(self, without: Iterable[str] = ()) -> None:
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
@@ -139,10 +130,8 @@ class Sandbox:
         return ProgramResult(reply["end"], reply["status"], *written)
 
     def test(self, source: str, tests: str, limits: Limits = _DEFAULT_LIMITS) -> list[bool]:
-        """Run `tests` (see `judge.judge`) against a program, in two processes, each under `limits`.
-
-        Returns one bool per test, up to the last test that was reached: whether it passed. Raises errors like `run`.
-        """
+        """Run `tests` (see `judge.judge`) against a program, in two processes, each under `limits`. Returns one bool
+        per test, up to the last test that was reached: whether it passed. Raises errors like `run`."""
         with _files(source, tests, "") as files:
             self._request(files, limits, judged=True)
             return [letter == ord("1") for letter in os.pread(files[2], 1 << 20, 0)]

@@ -107,10 +107,8 @@ class SandboxTemplate:
         return {"end": end, "status": statuses[0]}
 
     def _fork(self, family: list[int], limits: Limits, files: list[int], main: Callable[[], object]) -> None:
-        """Fork a process that inherits only `files`, renumbered from 0. Contain the process, and let it run `main`.
-
-        Its id is appended to `family`. Raises NotContained, before `main` runs, if the process cannot be contained.
-        """
+        """Fork a process that inherits only `files`, renumbered from 0. Contain the process, and let it run `main`. Its
+        id is appended to `family`. Raises NotContained, before `main` runs, if the process cannot be contained."""
         template = os.getpid()
         ready, tell = os.pipe()
         pid = os.fork()

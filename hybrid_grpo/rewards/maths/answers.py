@@ -79,7 +79,10 @@ def stated_number(text: str, last_number: bool = False) -> Fraction | None:
     """Return the number that a completion gives as its answer, or None; see `numeric_answer`."""
     marked = _marked(text, lambda line: parse_number(line) is not None)
     number = None if marked is None else parse_number(marked)
-    return _last_number(text) if number is None and last_number else number
+    if number is not None or not last_number:
+        return number
+    numbers = [found for found in _INSIDE.finditer(text) if len(found[0]) <= _LONGEST]
+    return _value(numbers[-1]) if numbers else None
 
 
 def _reference_number(gold: Any) -> Fraction:
@@ -132,9 +135,7 @@ def _after_hashes(text: str) -> list[str]:
 
 def _boxed(text: str) -> str | None:
     """Return the content of the last box and of the boxes joined to it, separated by commas; None if there is no box.
-
-    The result is empty if one of these boxes is not closed, or if too many are joined.
-    """
+    The result is empty if one of these boxes is not closed, or if too many are joined."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
@@ -188,21 +189,13 @@ _LONGEST = 100  # characters of a number: int() refuses, and takes quadratic tim
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Return the number that `text` consists of, or None.
-
-    Apart from the notation that `clean` removes, the text may have a sign, thousands commas, decimals, a/b or
-    \frac{a}{b}, a currency sign, a percent or degree sign (dropped: 50% is 50) and a unit. If it has anything else,
-    such as a second number, the result is None.
-    """
+    r"""Return the number that `text` consists of, or None. Apart from the notation that `clean` removes, the text may
+    have a sign, thousands commas, decimals, a/b or \frac{a}{b}, a currency sign, a percent or degree sign (dropped: 50%
+    is 50) and a unit. If it has anything else, such as a second number, the result is None."""
     if len(text) > _LONGEST:
         return None
     match = _WHOLE.fullmatch(_FRAC.sub(r"\1/\2", bare(clean(text))))
     return None if match is None else _value(match)
-
-
-def _last_number(text: str) -> Fraction | None:
-    matches = [match for match in _INSIDE.finditer(text) if len(match[0]) <= _LONGEST]
-    return _value(matches[-1]) if matches else None
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -19,9 +19,7 @@ _OPENING, _CLOSED = "([{⦃", ")]}⦄"
 
 def clean(text: str) -> str:
     r"""Normalize a text by the rules of notation.yaml: no `$`, no spacing commands, one sign for each operation.
-
-    Commands such as \frac and \text{} are kept; `⦃` and `⦄` stand for the braces of sets.
-    """
+    Commands such as \frac and \text{} are kept; `⦃` and `⦄` stand for the braces of sets."""
     text = text[: 4 * LONGEST].strip(" \t\n*`")
     if text.replace(r"\$", "").count("$") % 2:  # an unpaired $ is a currency sign
         text = re.sub(r"(?<!\\)\$(?=\s*-?[\d.])", r"\\$", text)

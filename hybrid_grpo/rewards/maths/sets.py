@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cmp_to_key
 from itertools import pairwise
 
@@ -91,7 +92,8 @@ def _real(answer: Answer) -> Value | None:
     if answer.expression.names or len(answer.expression.values) != 1:
         return None
     value = answer.expression.values[0]
-    return value if values.is_real(value) else None
+    is_real = isinstance(value, Fraction | values.context.mpf) and not values.context.isnan(value)
+    return value if is_real else None
 
 
 def _below(a: Value, b: Value) -> bool:

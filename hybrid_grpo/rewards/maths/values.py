@@ -53,11 +53,6 @@ def close(a: Value, b: Value) -> bool:
     return bool(abs(a - b) <= ten**-_AGREEING * max(abs(a), abs(b), ten**-5))
 
 
-def is_real(value: Value) -> bool:
-    """Whether the value is a real number or ±∞."""
-    return _exact(value) or (isinstance(value, context.mpf) and not context.isnan(value))
-
-
 def power(base: Value, exponent: Value) -> Value:
     """base ** exponent; an odd root of a negative number is real."""
     if _exact(base, exponent):

@@ -64,11 +64,9 @@ class Row(NamedTuple):
 
 
 class RewardModel:
-    """A reward model and its tokenizer; the weights are read by `load`.
-
-    Raises ValueError if there is no such model, if it is not a sequence classifier with one or two labels, if it has no
-    tokenizer, or if the settings do not suit it.
-    """
+    """A reward model and its tokenizer; the weights are read by `load`. Raises ValueError if there is no such model, if
+    it is not a sequence classifier with one or two labels, if it has no tokenizer, or if the settings do not suit
+    it."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         from hybrid_grpo.data.pictures import ImageStore
@@ -104,10 +102,8 @@ class RewardModel:
         return self.sharded or self.settings.device == "cpu"
 
     def load(self, shard: Shard | None = None) -> None:
-        """Read the weights, unless they are loaded. Collective if sharded.
-
-        Raises ValueError if the weights do not load or do not belong to a sequence classifier.
-        """
+        """Read the weights, unless they are loaded. Collective if sharded. Raises ValueError if the weights do not load
+        or do not belong to a sequence classifier."""
         with self._lock:
             if self._forward is not None:
                 return
@@ -148,10 +144,8 @@ class RewardModel:
 
     def tokens(self, prompt: PromptText, completion: str) -> tuple[list[int], int]:
         """Return the tokens that the model reads, at most `max_tokens`, and the number of tokens that were cut off.
-
         Tokens are cut off at the beginning, but a beginning-of-sequence token is kept. Raises ValueError if there is no
-        token at all, or if the prompt is a chat and there is no chat template.
-        """
+        token at all, or if the prompt is a chat and there is no chat template."""
         ids = (chat_tokens if self._is_chat(prompt) else text_tokens)(self._tokenizer, prompt, completion)
         if not ids:
             raise ValueError("prompt and completion are empty: there is nothing to score")
@@ -163,10 +157,8 @@ class RewardModel:
 
     def row(self, prompt: PromptText, completion: str, pictures: Sequence[Picture] = ()) -> tuple[Row, int]:
         """Return what the model reads, and the number of tokens that were cut off; see `tokens`. A model that sees
-        nothing reads the text alone.
-
-        Raises ValueError like `check_pictures`, and if the text does not fit with its pictures.
-        """
+        nothing reads the text alone. Raises ValueError like `check_pictures`, and if the text does not fit with its
+        pictures."""
         if not pictures or self._album is None:
             ids, cut = self.tokens(prompt, completion)
             return Row(ids, {}), cut
@@ -208,6 +200,7 @@ class RewardModel:
 
     def scores(self, rows_B: Sequence[Row]) -> list[float]:
         """Return the scores, [B], of rows. Collective if sharded; each rank may have any number of rows."""
+        from hybrid_grpo.data.packing import plan_rows
         from hybrid_grpo.distributed.ranks import all_reduce
 
         self.load()
@@ -219,7 +212,7 @@ class RewardModel:
             budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
             batches: dict[bool, list[list[int]]] = {True: [], False: []}
             for kind, numbers in of_kind.items():
-                shares = forwards([len(rows_B[number].ids) for number in numbers], budget)
+                shares = plan_rows([len(rows_B[number].ids) for number in numbers], [1] * len(numbers), budget)
                 batches[bool(kind)] += [[numbers[index] for index in share] for share in shares]
             if self.sharded:  # every rank runs the same forwards, also through the tower; those without rows come last
                 counts = torch.tensor([len(batches[True]), len(batches[False])], device=self._device)
@@ -254,10 +247,8 @@ class RewardModel:
         return logits
 
     def reply(self, call: Call) -> Reply:
-        """Score a rank's rows with a model that all ranks call together.
-
-        A row whose text cannot be formatted fails alone. Any other error ends the run, as the other ranks wait.
-        """
+        """Score a rank's rows with a model that all ranks call together. A row whose text cannot be formatted fails
+        alone. Any other error ends the run, as the other ranks wait."""
         prompts, completions = call.inputs["prompts"], completion_texts(call.inputs["completions"])
         pictures = call.inputs.get("prompt_images") or [()] * len(prompts)
         read: dict[int, Row] = {}
@@ -327,20 +318,6 @@ def held(kwargs: dict[str, Any]) -> RewardModel:
 @functools.cache
 def _held(settings: RewardModelSettings) -> RewardModel:
     return RewardModel(settings)
-
-
-def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Group rows of similar length into batches of at most `batch_tokens` tokens, with padding, or of one longer row.
-
-    The longest rows come first, so that later forwards reuse the memory of the first.
-    """
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
 
 
 def _find_config(name: str) -> Any:

@@ -42,18 +42,10 @@ async def remote(
 ) -> list[float | None]:
     """The rewards that a service returns for B completions, sent in one request.
 
-    A reward is None if the service returns null, and NaN if it also reports an error for the row (service.py).
-
-    Args:
-        prompts, completions: [B], text or chat messages.
-        completion_ids: [B], the tokens of each completion.
-        url, and the settings that follow: see docs/rewards/remote.md.
-        log_extra: receives the lists in the answer's `extra_logs`.
-        log_metric, trainer_state: unused; named so that they are not taken for columns of the data set.
-
-    Raises:
-        ValueError: a setting or a column is invalid.
-        RuntimeError: there was no usable answer, or the service failed on every row.
+    A reward is None if the service returns null, and NaN if it also reports an error for the row (service.py). Settings
+    are those of docs/rewards/remote.md. `log_extra` receives the lists in the answer's `extra_logs`; `log_metric` and
+    `trainer_state` are named so that they are not taken for columns. Raises ValueError if a setting or a column is
+    invalid, and RuntimeError if there was no usable answer, or the service failed on every row.
     """
     settings = checked_settings(Connection, url, token_env, timeout_s, retries, backoff_s, max_connections)
     if format not in ("openrlhf", "full"):

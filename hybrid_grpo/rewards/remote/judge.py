@@ -54,15 +54,9 @@ async def judge(
 ) -> list[float | None]:
     """The judge's scores of B completions, from 0.0 to 1.0; NaN for a completion that could not be judged.
 
-    Args:
-        prompts, completions: [B], text or chat messages; with `relative`, all completions of a prompt.
-        url, and the settings that follow: see docs/rewards/remote.md.
-        log_extra: receives the judge's `reasons`, and the `tokens` that it read and wrote for each completion.
-        log_metric, trainer_state: unused; named so that they are not taken for columns of the data set.
-
-    Raises:
-        ValueError: a setting is invalid, or the data lacks `reference_column`.
-        RuntimeError: no completion could be judged.
+    Settings are those of docs/rewards/remote.md; with `relative`, a call has all completions of a prompt. `log_extra`
+    receives the judge's `reasons`, and the `tokens` that it read and wrote for each completion. Raises ValueError if a
+    setting is invalid or the data lacks `reference_column`, and RuntimeError if no completion could be judged.
     """
     address = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
     settings = checked_settings(Connection, address, token_env, timeout_s, retries, backoff_s, max_connections)

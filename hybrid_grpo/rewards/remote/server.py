@@ -40,12 +40,9 @@ def application(
 ) -> Starlette:
     """Return an application that answers POST requests to `path` and GET requests to /health.
 
-    Args:
-        path: such as /get_reward.
-        answer: maps parsed JSON to a value that can be written as JSON; called in several threads at once. An
-            HTTPException becomes the response; any other exception is printed and becomes a 500.
-        config: limits on requests.
-        token: bearer token that requests must carry. None: they need none, but must name this machine as their Host.
+    `answer` maps parsed JSON to a value that can be written as JSON, in several threads at once. An HTTPException that
+    it raises becomes the response; any other exception is printed and becomes a 500. Requests must carry the bearer
+    `token` or, if it is None, name this machine as their Host.
     """
     return Starlette(
         routes=[Route(path, _Endpoint(answer, config, token).post, methods=["POST"]), Route("/health", _health)],
@@ -66,10 +63,8 @@ def serve(
     tls: ssl.SSLContext | None,
     announce: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; requests in progress then have ten more seconds.
-
-    `announce` is called as soon as a signal would end the server gracefully.
-    """
+    """Serve until SIGINT or SIGTERM; requests in progress then have ten more seconds. `announce` is called as soon as a
+    signal would end the server gracefully."""
     settings = uvicorn.Config(
         app,
         http="h11",

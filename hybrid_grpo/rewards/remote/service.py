@@ -28,12 +28,8 @@ _MOST_ROWS = 10_000
 
 
 class RewardService:
-    """Answers questions; can be called by several threads at once.
-
-    Args:
-        score: `Rewards.score`.
-        needs_ids: names of functions that need `completion_ids`.
-    """
+    """Answers questions, by several threads at once. `score` is `Rewards.score`, and `needs_ids` are the names of
+    functions that need `completion_ids`."""
 
     def __init__(self, score: Callable[..., Scores], config: ServeOptionsConfig, needs_ids: list[str]) -> None:
         self._score = score

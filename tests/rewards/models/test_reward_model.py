@@ -25,7 +25,7 @@ from hybrid_grpo.distributed.hardware import Hardware
 from hybrid_grpo.distributed.workers.calls import Call
 from hybrid_grpo.model.sight import load_processor
 from hybrid_grpo.rewards.loader import load_rewards
-from hybrid_grpo.rewards.models.reward_model import forwards, held, reward_model
+from hybrid_grpo.rewards.models.reward_model import held, reward_model
 from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.run.memory.plan import estimate
 
@@ -173,14 +173,6 @@ def test_long_texts_lose_their_beginning_but_for_the_first_special_token(tmp_pat
     assert scores.extra == {"reward_model/cut_tokens": [4, 0]}
     # Not given, it is what the model has positions for.
     assert len(held({"model": str(folder)}).tokens("a" * 200, "b")[0]) == 128
-
-
-def test_rows_of_like_length_share_a_forward_within_the_budget():
-    lengths = [3, 10, 4, 9, 1, 25, 4]
-    batches = forwards(lengths, 20)
-    assert batches == [[5], [1, 3], [2, 6, 0, 4]]
-    assert sorted(row for batch in batches for row in batch) == list(range(7))
-    assert all(len(batch) * max(lengths[row] for row in batch) <= 20 for batch in batches[1:])
 
 
 def test_a_row_without_a_text_fails_alone(tmp_path):

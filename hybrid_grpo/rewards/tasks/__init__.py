@@ -1,0 +1,1 @@
+"""Rewards that belong to one task: problems of reasoning-gym, and function calls of BFCL."""
