@@ -84,9 +84,9 @@ def _decoding_attention(bench: Bench) -> dict[str, Any]:
 
 
 def _training_attention(bench: Bench) -> dict[str, float]:
-    """The output and the gradients of a prompt with two completions."""
+    """The output and the gradients of a prompt with two completions, one of which is continued."""
     heads, kv, d = _heads(bench)
-    own, prefix = [(0, 40), (40, 30), (70, 50)], [(0, 0), (0, 40), (0, 40)]
+    batch = Segments.of_tree([(0, 40), (40, 20), (60, 30), (90, 30)], [-1, 0, 0, 1], bench.device)
     tensors = _drawn(bench, (1, heads, 120, d), (1, kv, 120, d), (1, kv, 120, d))
     weight, options = torch.linspace(-1, 1, d, device=bench.device), Options(d**-0.5)
 
@@ -96,11 +96,11 @@ def _training_attention(bench: Bench) -> dict[str, float]:
         return [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        number = torch.tensor([0] * 40 + [1] * 30 + [2] * 50, device=bench.device)
-        allowed = ((number[:, None] == number) | (number == 0)).tril()
+        number = torch.tensor([0] * 40 + [1] * 20 + [2] * 30 + [3] * 30, device=bench.device)
+        continues = (number[:, None] == 3) & (number == 1)
+        allowed = ((number[:, None] == number) | (number == 0) | continues).tril()
         return attend(q, k, v, allowed, options).transpose(1, 2)
 
-    batch = Segments(own, prefix, bench.device)
     pair = results(lambda *qkv: batch.attend(*qkv, options), bench.sizes.dtype), results(exact, torch.float32)
     return {name: _gap(*both) for name, both in zip(("out", "dq", "dk", "dv"), zip(*pair, strict=True), strict=True)}
 
@@ -108,11 +108,11 @@ def _training_attention(bench: Bench) -> dict[str, float]:
 def micro_batch(device: torch.device, prompt: int, count: int, length: int) -> tuple[Any, ...]:
     """The first arguments of `LogprobModel`, for a prompt and `count` completions, which share it."""
     begins = [prompt + i * length for i in range(count)]
-    own, prefix = [(0, prompt), *((begin, length) for begin in begins)], [(0, 0), *[(0, prompt)] * count]
+    own = [(0, prompt), *((begin, length) for begin in begins)]
     before = [np.concatenate([[prompt - 1], np.arange(begin, begin + length - 1)]) for begin in begins]
     position = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + length).repeat(count)])[None].to(device)
     ids = torch.arange(prompt + count * length, device=device)[None] % _TOKENS
-    source, segments = Selection(np.concatenate(before), device), Segments(own, prefix, device)
+    source, segments = Selection(np.concatenate(before), device), Segments.of_tree(own, [-1, *[0] * count], device)
     return ids, position, source, ids[0, prompt:], segments
 
 

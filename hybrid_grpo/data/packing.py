@@ -1,14 +1,19 @@
 """Divides rows into micro-batches within a token budget: packed without padding, or padded with rows of similar length.
 
+Packed rows that begin alike form a tree, in which what they have in common is computed once: the prompt of a group, and
+what an agent's histories share.
+
 Every rank runs the same number of micro-batches, since each is a collective forward under ZeRO-3. A rank that has none
 left runs fillers, which are dummy micro-batches of one token and no rows.
 """
+
+from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Literal
 
 import numpy as np
@@ -19,11 +24,13 @@ from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.reading import TEXT, Reading, joined_positions
-from hybrid_grpo.model.sidecars import TokenRow
+from hybrid_grpo.model.sidecars import Piece, TokenRow
 from hybrid_grpo.model.upload import Selection, upload
 
 _WORTH_SHARING = 0.1
 """Minimum fraction of the tokens that sharing prompts must save, since it makes attention gather keys and use masks."""
+_SHORTEST = 64
+"""Fewest tokens beyond a prompt that rows share: a piece is one more segment of attention, and one more scan."""
 _ON_GPU, _ON_CPU = 16_384, 4_096
 """Default number of tokens of one forward and backward pass."""
 _SCORED = 4
@@ -31,15 +38,62 @@ _SCORED = 4
 
 
 @dataclass(frozen=True)
-class _Group:
+class _Tree:
     """Rows that belong in the same micro-batch."""
 
-    parts: list[list[TokenRow]]
-    """Indexed as [part][row]. The rows of a part have the same prompt and share its forward."""
+    rows: list[TokenRow]
+    pieces: list[Piece]
+    paths: list[list[int]]
+    """The numbers of each row's pieces, which together are its tokens."""
 
     @cached_property
     def tokens(self) -> int:
-        return sum(len(part[0].prompt) + sum(len(row.completion) - 1 for row in part) for part in self.parts)
+        return sum(piece.tokens for piece in self.pieces)
+
+    @classmethod
+    def apart(cls, rows: list[TokenRow]) -> _Tree:
+        """Return rows that share nothing."""
+        return cls(rows, [Piece(row, 0, row.tokens) for row in rows], [[number] for number in range(len(rows))])
+
+    @classmethod
+    def of(cls, rows: Sequence[TokenRow]) -> _Tree:
+        """Return rows that share what they begin with, in pieces of at least `_SHORTEST` tokens or a whole prompt."""
+        rows = sorted(rows, key=lambda row: row.ids)
+        common = _in_common(rows)
+        pieces: list[Piece] = []
+        paths: list[list[int]] = [[] for _ in rows]
+        left = [(0, len(rows), 0, -1)]
+        while left:
+            at, stop, begin, parent = left.pop()
+            while at < stop:
+                after = at + 1
+                while after < stop and (common[after][0] - begin >= _SHORTEST or common[after][1] > begin):
+                    after += 1
+                end = min((tokens for tokens, _ in common[at + 1 : after]), default=rows[at].tokens)
+                for path in paths[at:after]:
+                    path.append(len(pieces))
+                longer = next((k for k in range(at, after) if rows[k].tokens > end), after)
+                left.append((longer, after, end, len(pieces)))
+                row = next((row for row in rows[at:after] if row.sidecars), rows[at])
+                pieces.append(Piece(row, begin, end, parent))
+                at = after
+        return cls(rows, pieces, paths)
+
+
+def _in_common(rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
+    """Return with how many tokens each row and the one before it begin, 0 for the first; and the length of their
+    prompt if it is the same, else 0."""
+    found: list[tuple[int, int]] = []
+    before, before_prompt = list[int](), 0
+    for row in rows:
+        ids, prompt = row.ids, len(row.prompt)
+        low, high = 0, min(len(before), len(ids))
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if before[low:middle] == ids[low:middle] else (low, middle - 1)
+        found.append((low, prompt if prompt == before_prompt and prompt <= low else 0))
+        before, before_prompt = ids, prompt
+    return found
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
@@ -66,13 +120,13 @@ def pack(
     (k + 1) * together - 1, and whose prompt is the same, are not separated.
     """
     units = _units(rows, together)
-    groups = [_Group([[row] for row in unit]) for unit in units]
+    trees = [_Tree.apart(unit) for unit in units]
     if share != "off":
-        shared = _groups(rows, budget) if together == 1 else [_Group([unit]) for unit in units]
-        every, fewer = (sum(group.tokens for group in way) for way in (groups, shared))
+        shared = [_Tree.of(part) for part in (_parts(rows, budget) if together == 1 else units)]
+        every, fewer = (sum(tree.tokens for tree in way) for way in (trees, shared))
         if share == "on" or every - fewer >= _WORTH_SHARING * every:
-            groups = shared
-    return _balanced(groups, budget, device, reading)
+            trees = shared
+    return _balanced(trees, budget, device, reading)
 
 
 def _units(rows: Sequence[TokenRow], together: int) -> list[list[TokenRow]]:
@@ -80,76 +134,66 @@ def _units(rows: Sequence[TokenRow], together: int) -> list[list[TokenRow]]:
     return [list(unit) for _, unit in groupby(rows, lambda row: row.index // together)]
 
 
-def _balanced(groups: list[_Group], budget: int, device: torch.device, reading: Reading) -> list[MicroBatch]:
-    """Make micro-batches without splitting groups; see `pack`. Collective."""
+def _balanced(trees: list[_Tree], budget: int, device: torch.device, reading: Reading) -> list[MicroBatch]:
+    """Make micro-batches without splitting trees; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
-    count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
-    # Two groups that each exceed half the budget do not fit into one micro-batch.
-    count = max(count, sum(2 * group.tokens > budget for group in groups))
-    while any(len(part) > 1 and sum(group.tokens for group in part) > budget for part in _spread(groups, count)):
+    count = -(-sum(min(tree.tokens, budget) for tree in trees) // budget)
+    # Two trees that each exceed half the budget do not fit into one micro-batch.
+    count = max(count, sum(2 * tree.tokens > budget for tree in trees))
+    while any(len(part) > 1 and sum(tree.tokens for tree in part) > budget for part in _spread(trees, count)):
         count += 1
     most = int(all_reduce(torch.tensor(count, device=device), "max"))
-    parts = [part for part in _spread(groups, most) if part]
+    parts = [part for part in _spread(trees, most) if part]
     return [_packed(part, device, reading) for part in parts] + _fillers(most - len(parts), device)
 
 
-def _groups(rows: Sequence[TokenRow], budget: int) -> list[_Group]:
-    """Return groups of rows with the same prompt, each as large as the budget allows. They need not be consecutive:
-    histories of an agent alternate."""
-    groups: list[list[TokenRow]] = []
-    newest: dict[tuple[int, ...], tuple[list[TokenRow], int]] = {}
-    for row in rows:
-        prompt, more = tuple(row.prompt), len(row.completion) - 1
-        group, tokens = newest.get(prompt, ([], budget + 1))
-        if tokens + more > budget:
-            groups.append(group := [])
-            tokens = len(prompt)
-        group.append(row)
-        newest[prompt] = group, tokens + more
-    return [_Group([group]) for group in groups]
-
-
-def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
-    """Put each group, longest first, into the shortest of `count` parts (Graham, SIAM J. Appl. Math. 17, 1969)."""
-    parts: list[list[_Group]] = [[] for _ in range(count)]
-    loads = [(0, number) for number in range(count)]
-    for group in sorted(groups, key=lambda group: -group.tokens):
-        load, lightest = loads[0]
-        parts[lightest].append(group)
-        heapq.heapreplace(loads, (load + group.tokens, lightest))
+def _parts(rows: Sequence[TokenRow], budget: int) -> list[list[TokenRow]]:
+    """Divide rows where they have nothing in common, and where their tree would exceed the budget."""
+    rows = sorted(rows, key=lambda row: row.ids)
+    parts: list[list[TokenRow]] = []
+    tokens = 0
+    for row, (common, prompt) in zip(rows, _in_common(rows), strict=True):
+        # At least so much is shared, however the pieces are divided.
+        shared = max(common - _SHORTEST + 1, prompt)
+        if shared <= 0 or tokens + row.tokens - shared > budget:
+            parts.append([])
+            tokens = shared = 0
+        parts[-1].append(row)
+        tokens += row.tokens - shared
     return parts
 
 
-def _packed(groups: list[_Group], device: torch.device, reading: Reading) -> MicroBatch:
-    """Make one sequence: the prompt of each part, followed by the part's completions without their last tokens."""
+def _spread(trees: list[_Tree], count: int) -> list[list[_Tree]]:
+    """Put each tree, longest first, into the shortest of `count` parts (Graham, SIAM J. Appl. Math. 17, 1969)."""
+    parts: list[list[_Tree]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]
+    for tree in sorted(trees, key=lambda tree: -tree.tokens):
+        load, lightest = loads[0]
+        parts[lightest].append(tree)
+        heapq.heapreplace(loads, (load + tree.tokens, lightest))
+    return parts
+
+
+def _packed(trees: list[_Tree], device: torch.device, reading: Reading) -> MicroBatch:
+    """Make one sequence of the pieces of trees."""
     tokens: list[int] = []
     positions: list[np.ndarray] = []
     source: list[int] = []
     own: list[tuple[int, int]] = []
-    prefix: list[tuple[int, int]] = []
-    parts = [part for group in groups for part in group.parts]
-    for part in parts:
-        prompt, start, shared = part[0].prompt, len(tokens), len(part) > 1
-        tokens += prompt
-        of_prompt, after = reading.positions(prompt)
-        positions.append(of_prompt)
-        if shared:
-            own.append((start, len(prompt)))
-            prefix.append((start, 0))
-        for row in part:
-            completion, begin = row.completion[:-1], len(tokens)
-            tokens += completion
-            positions.append(reading.positions(completion)[0] + after)
-            before = [start + len(prompt) - 1, *range(begin, len(tokens))]
-            source += [before[target] for target in row.targets]
-            if not shared:
-                own.append((start, len(tokens) - start))
-                prefix.append((start, 0))
-            elif completion:
-                own.append((begin, len(completion)))
-                prefix.append((start, len(prompt)))
-    segments = Segments(own, prefix, device, reading.blocks(tokens))
-    return _micro_batch(parts, [tokens], joined_positions(positions), source, segments, device, reading)
+    parents: list[int] = []
+    for tree in trees:
+        first = len(own)
+        for row, begin, end, parent in tree.pieces:
+            own.append((len(tokens), end - begin))
+            parents.append(first + parent if parent >= 0 else -1)
+            tokens += row.ids[begin:end]
+            positions.append(reading.positions(row.ids[:end])[0][:, begin:])
+        for row, path in zip(tree.rows, tree.paths, strict=True):
+            place = np.concatenate([start + np.arange(length) for start, length in (own[first + n] for n in path)])
+            source += place[len(row.prompt) - 1 + np.array(row.targets)].tolist()
+    segments = Segments.of_tree(own, parents, device, reading.blocks(tokens))
+    rows, pieces = (list(chain(*parts)) for parts in zip(*((tree.rows, tree.pieces) for tree in trees), strict=True))
+    return _micro_batch(rows, pieces, [tokens], joined_positions(positions), source, segments, device, reading)
 
 
 def pad(
@@ -185,11 +229,12 @@ def _padded(rows: list[TokenRow], device: torch.device, reading: Reading) -> Mic
     tokens = [text + [0] * (width - len(text)) for text in texts]
     positions = joined_positions([reading.positions(text)[0] for text in tokens]).reshape(-1, len(rows), width)
     positions = positions if len(positions) > 1 else positions[0]
-    return _micro_batch([[row] for row in rows], tokens, positions, source, None, device, reading)
+    return _micro_batch(rows, [], tokens, positions, source, None, device, reading)
 
 
 def _micro_batch(
-    parts: list[list[TokenRow]],
+    rows: list[TokenRow],
+    pieces: list[Piece],
     tokens: list[list[int]],
     positions: np.ndarray,
     source: list[int],
@@ -197,7 +242,6 @@ def _micro_batch(
     device: torch.device,
     reading: Reading,
 ) -> MicroBatch:
-    rows = [row for part in parts for row in part]
     first_b1 = np.array([row.first for row in rows])[:, None]
     end_b1 = first_b1 + np.array([len(row.targets) for row in rows])[:, None]
     indices, token_T = [row.index for row in rows], np.arange(end_b1.max())
@@ -213,7 +257,7 @@ def _micro_batch(
         upload(mask_bT, device),
         upload(np.flatnonzero(mask_bT), device),
         segments,
-        reading.sidecars(parts, [token for text in tokens for token in text], target_N, device),
+        reading.sidecars(rows, pieces, [token for text in tokens for token in text], target_N, device),
     )
 
 

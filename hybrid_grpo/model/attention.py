@@ -12,7 +12,7 @@ the sum over its completions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -292,25 +292,58 @@ class Segments:
         prefix: (start, length) of each segment's prefix; length 0 means no prefix. A prefix is another whole segment,
             or keys and values without queries; these follow the row's own keys and values, in segment order.
         blocks: tokens that also attend to later ones.
+        parents: for each segment, the number of the one that it continues; -1 for none, or if that has no queries.
+        paths: tokens of the row whose keys and values are repeated behind it, for prefixes of several segments.
     """
 
-    def __init__(self, own: Spans, prefix: Spans, device: torch.device, blocks: Blocks | None = None) -> None:
-        self._blocks = blocks
+    def __init__(
+        self,
+        own: Spans,
+        prefix: Spans,
+        device: torch.device,
+        blocks: Blocks | None = None,
+        parents: Sequence[int] = (),
+        paths: Sequence[np.ndarray] = (),
+    ) -> None:
+        self._blocks, self._parents = blocks, parents or [-1] * len(own)
+        self._paths = Selection(np.concatenate(paths), device) if paths else None
         self._own, self._prefix, self._device = list(own), list(prefix), device
         if on_gpu(device):
             # Upload now, so that no forward begins with uploads.
             _ = self._lengths
 
+    @classmethod
+    def of_tree(
+        cls, own: Spans, parents: Sequence[int], device: torch.device, blocks: Blocks | None = None
+    ) -> Segments:
+        """Return the segments of a tree. Each attends to the earlier one that it continues, whose number is in
+        `parents` (-1: none), and to all that this one does."""
+        whole = {-1: np.empty(0, np.int64)}
+        """The tokens up to the end of each segment that others continue."""
+        prefix, paths = {-1: (0, 0)}, list[np.ndarray]()
+        end = sum(own[-1])
+        for number in sorted({*parents} - {-1}):
+            start, length = own[number]
+            above = whole[parents[number]]
+            whole[number] = np.concatenate([above, np.arange(start, start + length)])
+            prefix[number] = start, length
+            if len(above):
+                prefix[number] = end, len(whole[number])
+                paths.append(whole[number])
+                end += len(whole[number])
+        return cls(own, [prefix[parent] for parent in parents], device, blocks, parents, paths)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Compute `routed_attention` for n = 1, with the fastest kernel for the device and the dtypes."""
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        if self._paths is not None:
+            k, v = (torch.cat([tensor, self._paths(tensor)]) for tensor in (k, v))
         if usable(q, k, v, options.sinks):
             out = SegmentAttention.apply(q, k, v, *self._table, *options)
         elif has_ragged_kernel(q, options.softcap, options.sinks is not None):
             gathered, begins, longest = self._lengths
-            if gathered is not None:
-                k, v = gathered(k), gathered(v)
-            out = ragged_attention(q, k, v, begins, longest, options)
+            keys, values = (k, v) if gathered is None else (gathered(k), gathered(v))
+            out = ragged_attention(q, keys, values, begins, longest, options)
         else:
             out = self._one_by_one(q, k, v, options)
         if self._blocks is not None and (options.window or not self._blocks.windows_only):
@@ -330,10 +363,8 @@ class Segments:
 
     @cached_property
     def runs(self) -> Runs:
-        """The segments as layers with a state see them; a prefix without queries has no state."""
-        number_at = {start: number for number, (start, _) in enumerate(self._own)}
-        parents = [number_at[start] if before else -1 for start, before in self._prefix]
-        return Runs(self._own, parents, self._device)
+        """The segments as layers with a state see them."""
+        return Runs(self._own, self._parents, self._device)
 
     @cached_property
     def _table(self) -> tuple[Tensor, int, int]:
@@ -347,7 +378,7 @@ class Segments:
         window = options.window
         # Split rather than sliced: the gradient of a slice is as large as the whole row.
         q = query.split([length for _, length in self._own])
-        pieces = list(dict.fromkeys([*self._own, *(prefix for prefix in self._prefix if prefix[1])]))
+        pieces = sorted({*self._own, *(prefix for prefix in self._prefix if prefix[1])})
         k, v = (tensor.split([length for _, length in pieces]) for tensor in (key, value))
         number_at = {start: number for number, (start, _) in enumerate(pieces)}
         rows = []

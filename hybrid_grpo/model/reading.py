@@ -11,7 +11,7 @@ import torch
 
 from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.routing import Replay
-from hybrid_grpo.model.sidecars import TokenRow
+from hybrid_grpo.model.sidecars import Piece, TokenRow
 from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
 from hybrid_grpo.model.support import MaskColumns
 from hybrid_grpo.model.visual_tokens import whole_until
@@ -68,12 +68,16 @@ class Reading:
         return end if self.sight is None else whole_until(tokens, end)
 
     def sidecars(
-        self, parts: Sequence[Sequence[TokenRow]], tokens: Sequence[int], target_N: np.ndarray, device: torch.device
+        self,
+        rows: Sequence[TokenRow],
+        pieces: Sequence[Piece],
+        tokens: Sequence[int],
+        target_N: np.ndarray,
+        device: torch.device,
     ) -> tuple[Any, ...]:
-        """Return what a training forward of `tokens` takes beside them. The rows of a part share a prompt."""
-        rows = [row for part in parts for row in part]
+        """Return what a training forward of `tokens`, which are those of pieces of rows, takes beside them."""
         columns = MaskColumns.of(rows, target_N, device) if any(row.sidecars for row in rows) else None
-        replay = None if self.replays is None else Replay.of(parts, self.replays, device)
+        replay = None if self.replays is None else Replay.of(pieces, self.replays, device)
         return tuple(each for each in (columns, replay, self.shown(tokens, device)) if each is not None)
 
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.model.sidecars import TokenRow, find
+from hybrid_grpo.model.sidecars import Piece, find
 from hybrid_grpo.model.upload import upload
 
 FREE = -1
@@ -189,6 +189,15 @@ def joined(parts: Sequence[tuple[np.ndarray | None, int]]) -> np.ndarray | None:
     return every
 
 
+def _recorded(piece: Piece) -> tuple[np.ndarray | None, int]:
+    """Return the experts of a piece's tokens, and their number, for `joined`."""
+    row, routing = piece.row, find(piece.row.sidecars, Routing)
+    if routing is None:
+        return None, piece.tokens
+    whole = joined([(routing.prompt, len(row.prompt)), (routing.completion, len(row.completion) - 1)])
+    return None if whole is None else whole[piece.begin : piece.end], piece.tokens
+
+
 class RoutingProbe:
     """Routes nothing, and notes the shape of what there is to record."""
 
@@ -228,16 +237,9 @@ class Replay:
         self._counts: dict[int, int] = {}
 
     @classmethod
-    def of(cls, parts: Sequence[Sequence[TokenRow]], replays: bool, device: torch.device) -> Replay | None:
-        """Return the replay of packed rows; None if nothing is recorded. The rows of a part share a prompt, whose
-        experts are those of the first row that has any."""
-        recorded: list[tuple[np.ndarray | None, int]] = []
-        for part in parts:
-            routing = [find(row.sidecars, Routing) for row in part]
-            recorded.append((next((each.prompt for each in routing if each), None), len(part[0].prompt)))
-            own = zip(part, routing, strict=True)
-            recorded += [(each.completion if each else None, len(row.completion) - 1) for row, each in own]
-        experts = joined(recorded)
+    def of(cls, pieces: Sequence[Piece], replays: bool, device: torch.device) -> Replay | None:
+        """Return the replay of packed rows; None if nothing is recorded."""
+        experts = joined([_recorded(piece) for piece in pieces])
         return None if experts is None else cls(experts, replays, device)
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:

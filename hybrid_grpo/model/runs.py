@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class Runs:
 
     Args:
         own: (start, length) of every sequence; together they fill the row, in order.
-        parent: for each sequence, the number of the one that it continues; -1 for none. A parent has none itself.
+        parent: for each sequence, the number of the earlier one that it continues; -1 for none.
     """
 
     own: Sequence[tuple[int, int]]
@@ -66,8 +67,8 @@ class Runs:
         return out if bias_C is None else out + bias_C
 
     def _tokens_back(self, back: int, before: int) -> Selection:
-        """Select, for each token, the one `back` tokens earlier in its sequence, which may be in its parent, or among
-        the `before` tokens that came before it; else the row of zeros at the end."""
+        """Select, for each token, the one `back` tokens earlier in its sequence or in those that this continues, or
+        among the `before` tokens that came before it; else the row of zeros at the end."""
         if (back, before) in self._back:
             return self._back[back, before]
         total = sum(length for _, length in self.own)
@@ -79,8 +80,12 @@ class Runs:
                 index[start + at] = zero
                 if before:
                     index[start + at] = total + (number + 1) * before - short
-                elif parent >= 0 and short <= self.own[parent][1]:
-                    index[start + at] = sum(self.own[parent]) - short
+                    continue
+                above = parent
+                while above >= 0 and short > self.own[above][1]:
+                    short, above = short - self.own[above][1], self.parent[above]
+                if above >= 0:
+                    index[start + at] = sum(self.own[above]) - short
         self._back[back, before] = found = Selection(index, self.device)
         return found
 
@@ -102,36 +107,44 @@ class Runs:
         Returns the outputs, [S, ...], and the final states of the sequences without a parent, in their order.
         """
         outputs: list[Tensor] = []
-        finals: list[Tensor] = []
-        for bucket in self._roots:
-            start = None if initial is None else initial[bucket.numbers]
-            output, final = scan(bucket.padded(inputs), start)
-            outputs.append(output.flatten(0, 1))
-            finals.append(final)
-        final = self._order_of_roots(torch.cat(finals))
-        for bucket in self._children:
-            output, _ = scan(bucket.padded(inputs), bucket.parents(final))
-            outputs.append(output.flatten(0, 1))
-        return self._places(torch.cat(outputs)), final
+        of_levels: list[Tensor] = []
+        for level in self._levels:
+            finals: list[Tensor] = []
+            for bucket in level:
+                first = None if initial is None else initial[bucket.numbers]
+                output, final = scan(bucket.padded(inputs), bucket.parents(of_levels[-1]) if of_levels else first)
+                outputs.append(output.flatten(0, 1))
+                finals.append(final)
+            of_levels.append(torch.cat(finals))
+        return self._places(torch.cat(outputs)), self._order_of_roots(of_levels[0])
 
     @cached_property
-    def _roots(self) -> list[_Bucket]:
-        return _buckets(self, [number for number, parent in enumerate(self.parent) if parent < 0])
-
-    @cached_property
-    def _children(self) -> list[_Bucket]:
-        return _buckets(self, [number for number, parent in enumerate(self.parent) if parent >= 0])
+    def _levels(self) -> list[list[_Bucket]]:
+        """The sequences without a parent, then those that continue them, and so on."""
+        depths: list[int] = []
+        for parent in self.parent:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        levels: list[list[_Bucket]] = []
+        place = {-1: -1}
+        for level in range(max(depths) + 1):
+            by_size: dict[int, list[int]] = {}
+            for number in (number for number, depth in enumerate(depths) if depth == level):
+                by_size.setdefault(-(-self.own[number][1] // WIDE), []).append(number)
+            groups = [members for _, members in sorted(by_size.items())]
+            levels.append([_Bucket(self, members, [place[self.parent[n]] for n in members]) for members in groups])
+            place = {number: at for at, number in enumerate(chain(*groups))}
+        return levels
 
     @cached_property
     def _order_of_roots(self) -> Selection:
-        return Selection(np.argsort([number for bucket in self._roots for number in bucket.members]), self.device)
+        return Selection(np.argsort([number for bucket in self._levels[0] for number in bucket.members]), self.device)
 
     @cached_property
     def _places(self) -> Selection:
         """Select the packed row's tokens from the outputs of all buckets, one after the other."""
         index = np.empty(sum(length for _, length in self.own), dtype=np.int64)
         begin = 0
-        for bucket in (*self._roots, *self._children):
+        for bucket in chain(*self._levels):
             for place, number in enumerate(bucket.members):
                 start, length = self.own[number]
                 index[start : start + length] = begin + place * bucket.width + np.arange(length)
@@ -142,7 +155,7 @@ class Runs:
 class _Bucket:
     """Sequences of similar length that are run together, padded to the longest."""
 
-    def __init__(self, runs: Runs, members: list[int]) -> None:
+    def __init__(self, runs: Runs, members: list[int], parents: list[int]) -> None:
         self.members, self.width = members, max(runs.own[number][1] for number in members)
         total = sum(length for _, length in runs.own)
         index = np.full((len(members), self.width), total)
@@ -151,13 +164,12 @@ class _Bucket:
             index[place, :length] = start + np.arange(length)
         self._tokens = Selection(index.flatten(), runs.device)
         self.numbers = torch.tensor(members, device=runs.device)
-        roots = {number: at for at, number in enumerate(n for n, parent in enumerate(runs.parent) if parent < 0)}
-        self._parents = [roots[runs.parent[number]] for number in members if runs.parent[number] >= 0]
+        self._parents = parents
         self._device = runs.device
 
     @cached_property
     def parents(self) -> Selection:
-        """Select the final state of each member's parent."""
+        """Select the final state of each member's parent among those of the level above."""
         return Selection(np.array(self._parents), self._device)
 
     def padded(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -166,10 +178,3 @@ class _Bucket:
             self._tokens(torch.cat([x, x.new_zeros(1, *x.shape[1:])])).unflatten(0, (len(self.members), self.width))
             for x in inputs
         )
-
-
-def _buckets(runs: Runs, numbers: list[int]) -> list[_Bucket]:
-    by_size: dict[int, list[int]] = {}
-    for number in numbers:
-        by_size.setdefault(-(-runs.own[number][1] // WIDE), []).append(number)
-    return [_Bucket(runs, members) for _, members in sorted(by_size.items())]

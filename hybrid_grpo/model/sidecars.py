@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -60,6 +60,25 @@ class TokenRow:
         return [cls(index, prompt, ids, range(len(ids))) for index, (prompt, ids) in pairs]
 
     @property
+    def ids(self) -> list[int]:
+        """The tokens to compute: all but the last of the row, which predicts nothing."""
+        return [*self.prompt, *self.completion[:-1]]
+
+    @property
     def tokens(self) -> int:
-        """Number of tokens to compute; the last token of the row is left out, since it predicts nothing."""
+        """Number of tokens to compute."""
         return len(self.prompt) + len(self.completion) - 1
+
+
+class Piece(NamedTuple):
+    """Tokens of a row, which are computed once for all rows that have in common what ends with them."""
+
+    row: TokenRow
+    begin: int
+    end: int
+    parent: int = -1
+    """Number of the piece that it continues; -1 for none."""
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.begin

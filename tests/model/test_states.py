@@ -15,27 +15,22 @@ PACKINGS = 3
 
 
 def draw(rng):
-    """Prompts of 1 to 80 tokens with up to 4 completions of 1 to 80 tokens; some prompts alone."""
-
-    def text():
-        return [rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 2, 3, 7, rng.randint(1, 80))))]
-
-    return [(text(), [text() for _ in range(rng.randint(0, 4))]) for _ in range(rng.randint(1, 4))]
+    """Up to 9 texts of 1 to 80 tokens, and the number of the one that each continues; -1 for none."""
+    lengths = [rng.choice((1, 2, 3, 7, rng.randint(1, 80))) for _ in range(rng.randint(1, 9))]
+    return [([rng.randrange(VOCABULARY) for _ in range(n)], rng.randint(-1, k - 1)) for k, n in enumerate(lengths)]
 
 
-def packed(groups):
-    """The tokens, positions and segments of one row, and for each sequence its places in the row."""
-    tokens, positions, own, prefix, places = [], [], [], [], []
-    for prompt, completions in groups:
-        start = len(tokens)
-        for text, before in ((prompt, 0), *((completion, len(prompt)) for completion in completions)):
-            own.append((len(tokens), len(text)))
-            prefix.append((start, before))
-            read = [*range(start, start + before), *range(len(tokens), len(tokens) + len(text))]
-            tokens += text
-            positions += range(before, before + len(text))
-            places.append(read)
-    return tokens, positions, Segments(own, prefix, CPU), places
+def packed(texts):
+    """The tokens, positions and segments of one row, and for each text the places of all that it continues and of its
+    own."""
+    tokens, positions, own, places = [], [], [], []
+    for text, parent in texts:
+        own.append((len(tokens), len(text)))
+        above = places[parent] if parent >= 0 else []
+        places.append([*above, *range(len(tokens), len(tokens) + len(text))])
+        tokens += text
+        positions += range(len(above), len(places[-1]))
+    return tokens, positions, Segments.of_tree(own, [parent for _, parent in texts], CPU), places
 
 
 @pytest.mark.parametrize("architecture", STATES)

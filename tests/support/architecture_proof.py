@@ -38,8 +38,9 @@ PROMPTS = [1, 5, 12, 27]
 """Lengths of the prompts that are decoded."""
 LIMIT = 12
 """Tokens of each completion that is decoded."""
-LONG = (150, [60, 90])
-"""Length of a prompt and of its completions that are trained on, but not decoded."""
+LONG = (100, [30, 90, 75, 5])
+"""Length of a prompt and of its completions that are trained on, but not decoded. The last two continue the one before
+from its token 70 and from its token 140, as histories of an agent do."""
 UNBOUNDED = ("nemotron_h", "zamba2")
 """Their `generate()` leaves out the bounds of Mamba 2's step sizes, which their forward has: tokens are compared with
 those of the forward."""
@@ -158,6 +159,8 @@ def _decoding(plain: Any, policy: Any, paged: bool) -> tuple[list[Row], int, flo
                 gap = max(gap, float((torch.tensor(c.logp) - logp).abs().max()))
     length, lengths = LONG
     [prompt], completions = _texts([length], seed=1), _texts(lengths, seed=2)
+    for number, branch in ((2, 70), (3, 140)):
+        completions[number] = completions[number - 1][:branch] + completions[number]
     return rows + [(prompt, completion) for completion in completions], different, gap
 
 
