@@ -68,8 +68,7 @@ def fuse(model: Any, device: torch.device | None) -> None:
 
 
 def _fused(module: Any, right: Callable[..., bool]) -> Callable[..., Any] | None:
-    """Return a forward with a kernel for a module that computes what the kernel does; None for another. `right` says
-    whether a check of the kernel passes."""
+    """Return a forward with a kernel for a module that computes what it does, if its check is `right`; else None."""
     own, formula = inspect.unwrap(type(module).forward), norm_formula(module)
     if formula is not None and right(_norm_agrees, _size(module), formula):
         return functools.partial(_normed, module, module.forward, formula)

@@ -63,8 +63,7 @@ class Adapter:
 class Adapters:
     """Injects adapters into a transformers model, sharded or not, and freezes everything else.
 
-    `seed` initializes the matrices A equally on every rank. Raises UserError if a layer that `lora` names does not
-    exist or cannot have an adapter.
+    `seed` initializes the matrices A equally on every rank. Raises UserError for a layer that cannot have an adapter.
     """
 
     def __init__(self, model: Any, lora: LoraConfig, seed: int) -> None:
