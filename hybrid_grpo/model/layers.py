@@ -59,11 +59,7 @@ def fuse(model: Any, device: torch.device | None) -> None:
         if "forward" not in module.__dict__ and (forward := _fused(module, right)) is not None:
             module.forward = forward
     for layer in model.modules():
-        if (
-            is_residual_layer(layer)
-            and _is_normed(layer.input_layernorm)
-            and _is_normed(layer.post_attention_layernorm)
-        ):
+        if is_residual_layer(layer) and all(map(_is_normed, (layer.input_layernorm, layer.post_attention_layernorm))):
             layer.__class__ = _with_residuals(layer.__class__)
 
 

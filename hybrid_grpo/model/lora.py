@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA): small matrices trained alongside the linear layers of a model whose weights are frozen.
 
 peft injects them in place: the model keeps its class, and each adapted layer is wrapped in one of peft's. Decoding and
-export merge the adapters into the weights; they are also exported, and read, in peft's own format.
+export merge the adapters into the weights; adapters are also exported, and read, in peft's own format.
 """
 
 from __future__ import annotations
