@@ -86,8 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _interrupted(number: int, _: object) -> NoReturn:
-    """End the process at once. An exception in the middle of an import would become others, or abort C++ code; and
-    processes of workers end with this one."""
+    """End the process and its workers at once: an exception amid imports would become others, or abort C++ code."""
     with suppress(OSError):
         own_status().forget_file()
         os.write(2, b"hybrid-grpo: interrupted\n")

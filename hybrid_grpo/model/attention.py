@@ -5,8 +5,7 @@ builds no masks for an implementation that it does not know.
 
 `Segments` is the batch of training. Sequences stand one after the other in a single row of tokens, so that no padding
 is computed. A segment is a run of tokens that attend causally to each other and to all tokens of a prefix elsewhere in
-the row. So the completions of a group share one forward of their prompt, exactly: in backward the prompt's gradient is
-the sum over its completions.
+the row. So the completions of a group share one forward of their prompt, exactly: its gradient is the sum over them.
 """
 
 from __future__ import annotations

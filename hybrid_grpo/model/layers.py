@@ -59,17 +59,12 @@ def fuse(model: Any, device: torch.device | None) -> None:
         if "forward" not in module.__dict__ and (forward := _fused(module, right)) is not None:
             module.forward = forward
     for layer in model.modules():
-        if (
-            is_residual_layer(layer)
-            and _is_normed(layer.input_layernorm)
-            and _is_normed(layer.post_attention_layernorm)
-        ):
+        if is_residual_layer(layer) and all(map(_is_normed, (layer.input_layernorm, layer.post_attention_layernorm))):
             layer.__class__ = _with_residuals(layer.__class__)
 
 
 def _fused(module: Any, right: Callable[..., bool]) -> Callable[..., Any] | None:
-    """Return a forward with a kernel for a module that computes what the kernel does; None for another. `right` says
-    whether a check of the kernel passes."""
+    """Return a forward with a kernel for a module that computes what it does, if its check is `right`; else None."""
     own, formula = inspect.unwrap(type(module).forward), norm_formula(module)
     if formula is not None and right(_norm_agrees, _size(module), formula):
         return functools.partial(_normed, module, module.forward, formula)

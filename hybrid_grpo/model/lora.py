@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA): small matrices trained alongside the linear layers of a model whose weights are frozen.
 
 peft injects them in place: the model keeps its class, and each adapted layer is wrapped in one of peft's. Decoding and
-export merge the adapters into the weights; they are also exported, and read, in peft's own format.
+export merge the adapters into the weights; adapters are also exported, and read, in peft's own format.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Adapter:
 class Adapters:
     """Injects adapters into a transformers model, sharded or not, and freezes everything else.
 
-    `seed` initializes the matrices A equally on every rank. Raises UserError if a layer that `lora` names does not
-    exist or cannot have an adapter.
+    `seed` initializes the matrices A equally on every rank. Raises UserError for a layer that cannot have an adapter.
     """
 
     def __init__(self, model: Any, lora: LoraConfig, seed: int) -> None:

@@ -57,8 +57,7 @@ class CurriculumConfig(FeatureConfig):
         return self.sampling == "difficulty" or self.skip_below is not None or self.skip_above is not None
 
     def check(self, config: TrainConfig) -> None:
-        """Raise UserError if prompts are to be chosen by success rate, but the order is fixed, no rates are kept, or
-        epochs share random numbers."""
+        """Raise UserError if prompts are to be chosen by success rate, but the order is fixed."""
         refuse(
             self.follows and not config.data.shuffle,
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or remove"

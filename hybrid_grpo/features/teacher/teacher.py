@@ -194,7 +194,7 @@ def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tenso
 
 
 def teacher_advantages(old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float, clamp: float | None = None) -> Tensor:
-    """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see above. `clamp` is
+    """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module's docstring. `clamp` is
     the limit of the absolute difference, in nats."""
     gap_BT = old_logp_BT - teacher_logp_BT
     return -coef * (gap_BT if clamp is None else gap_BT.clamp(-clamp, clamp))

@@ -169,8 +169,7 @@ class EnvironmentProcess:
     def _begin(
         self, columns: dict[str, Any], seed: int, observation: str | None, pictures: list[str], is_first: bool
     ) -> dict[str, Any]:
-        """Make an object and reset it. Unless `is_first`, its initial observation must equal `observation`, and the
-        digests of its pictures `pictures`."""
+        """Make an object and reset it. Unless `is_first`, it must show `observation`, and pictures of these digests."""
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
