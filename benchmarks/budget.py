@@ -48,13 +48,14 @@ from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Sampling, paged_attention
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.model import attention, gathered_weights
-from hybrid_grpo.model.attention import ATTENTION, Options
+from hybrid_grpo.model import attention, gathered_weights, ragged_attention
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import build, gpu
 from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.kernels.states import recurrent_delta_rule
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.logprobs import token_logprobs
+from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.sidecars import TokenRow
 
 ROWS, PAGES_OF_A_SEQUENCE, RANKS = 256, 32, 8
@@ -257,8 +258,8 @@ def measure() -> dict[str, float]:
     build.load = lambda: None
     launcher.on_gpu = lambda _: True
     gpu.tried = gpu.proven = lambda *_, **__: True
-    attention.on_gpu = paged_attention.on_gpu = lambda _: True
-    attention.flash_attn_varlen_func = None
+    attention.on_gpu = ragged_attention.on_gpu = paged_attention.on_gpu = lambda _: True
+    ragged_attention.flash_attn_varlen_func = None
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = qwen(fake)
     with fake:

@@ -20,8 +20,9 @@ from hybrid_grpo.generation.cache import Geometry, PagedCache, Rows
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import PAGE, DecodeStep, decode_step, has_kernel
 from hybrid_grpo.generation.sampler import Sampler
-from hybrid_grpo.model.attention import ATTENTION, Options, Segments, attend
+from hybrid_grpo.model.attention import ATTENTION, Segments
 from hybrid_grpo.model.logprobs import LogprobModel, token_logprobs
+from hybrid_grpo.model.ragged_attention import Options, attend
 from hybrid_grpo.model.upload import Selection
 
 _TOKENS = 96

@@ -21,9 +21,9 @@ from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.generation import Sampling
 from hybrid_grpo.generation.paged_attention import Prefill
 from hybrid_grpo.generation.sequence import Sequence
-from hybrid_grpo.model.attention import varlen_takes
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.ragged_attention import varlen_takes
 from hybrid_grpo.model.routing import recomputed
 
 LONGEST = 15

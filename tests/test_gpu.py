@@ -30,9 +30,10 @@ from hybrid_grpo.generation.gpu_step import GpuStep
 from hybrid_grpo.generation.paged_attention import has_kernel
 from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model import layers, softmax
-from hybrid_grpo.model.attention import ATTENTION, Options, has_ragged_kernel
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels.gpu import norm
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.ragged_attention import Options, has_ragged_kernel
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.rewards.models.reward_model import reward_model
 

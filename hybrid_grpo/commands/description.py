@@ -5,9 +5,11 @@ import torch
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.generation.paged_attention import PAGE, has_kernel
 from hybrid_grpo.model.architectures import has_sinks, layer_configs
-from hybrid_grpo.model.attention import ATTENTION, Options, has_flash, has_ragged_kernel, on_gpu
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.loading import load_config, training_attention
+from hybrid_grpo.model.ragged_attention import Options, has_flash, has_ragged_kernel
+from hybrid_grpo.model.upload import on_gpu
 
 _WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim")
 """Settings of a configuration that name the width of a head."""

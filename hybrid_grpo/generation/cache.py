@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
-from hybrid_grpo.model.attention import Options
+from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.routing import Recorder, Routing, routed
 from hybrid_grpo.model.sidecars import Sidecar
 from hybrid_grpo.model.upload import upload

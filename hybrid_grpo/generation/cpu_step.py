@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
-from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.kernels.build import run
 from hybrid_grpo.model.kernels.decoding import fits, norm_offset
 from hybrid_grpo.model.kernels.states import WIDEST
+from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.towers import text_of
 
 _ROWS = 256

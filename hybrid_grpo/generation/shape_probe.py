@@ -11,8 +11,8 @@ from torch import Tensor
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.cache import Geometry, cached_forward
 from hybrid_grpo.generation.state_pool import StateShape
-from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.memory_tracker import MemoryTracker
+from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.routing import RoutingProbe, install_routers
 from hybrid_grpo.model.runs import Runs
 

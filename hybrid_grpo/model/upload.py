@@ -7,13 +7,17 @@ import torch
 from torch import Tensor
 
 
+def on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def upload(numbers: Any, device: torch.device) -> Tensor:
     """Copy an array, a tensor in host memory or nested lists to the device.
 
     A GPU copies them from pinned memory when it reaches the copy; with pageable memory the host waits until then.
     """
     host = torch.as_tensor(numbers)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return host.pin_memory().to(device, non_blocking=True) if on_gpu(device) else host
 
 
 class _Gather(torch.autograd.Function):

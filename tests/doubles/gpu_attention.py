@@ -13,10 +13,11 @@ from torch.nn.attention.varlen import AuxRequest
 
 from hybrid_grpo.commands import description
 from hybrid_grpo.generation import paged_attention as decoding
-from hybrid_grpo.model import attention as training
-from hybrid_grpo.model.attention import with_sinks
+from hybrid_grpo.model import attention
+from hybrid_grpo.model import ragged_attention as ragged
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu.launcher import proven
+from hybrid_grpo.model.ragged_attention import with_sinks
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -177,11 +178,11 @@ def paged_attention(
 
 def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:
     """Let tensors in half precision take the way that they take on a GPU, with flash-attn or with torch's kernel."""
-    monkeypatch.setattr(training, "varlen", lambda: SimpleNamespace(varlen_attn=torch_kernel, AuxRequest=AuxRequest))
+    monkeypatch.setattr(ragged, "varlen", lambda: SimpleNamespace(varlen_attn=torch_kernel, AuxRequest=AuxRequest))
     monkeypatch.setattr(gpu.attention, "paged_attention", paged_attention)
-    for module in (training, decoding, description):
+    for module in (attention, ragged, decoding, description):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
-    monkeypatch.setattr(training, "varlen_backward", lambda: varlen_attn_backward)
-    monkeypatch.setattr(training, "flash_attn_varlen_func", flash_attn_varlen_func if flash else None)
+    monkeypatch.setattr(ragged, "varlen_backward", lambda: varlen_attn_backward)
+    monkeypatch.setattr(ragged, "flash_attn_varlen_func", flash_attn_varlen_func if flash else None)
     # What was found of other kernels does not hold for these.
     proven.cache_clear()

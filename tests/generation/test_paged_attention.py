@@ -18,10 +18,11 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key
 from hybrid_grpo.generation.paged_attention import has_kernel
-from hybrid_grpo.model import attention
-from hybrid_grpo.model.attention import ATTENTION, Options
+from hybrid_grpo.model import attention, ragged_attention
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.sidecars import TokenRow
 
 pytestmark = pytest.mark.usefixtures("torch_only")
@@ -136,13 +137,13 @@ def test_flash_attn_is_taken_only_where_its_functions_are_there_and_right(monkey
     """flash-attn-4 alone leaves a package without them; a wheel may lack the GPU's architecture."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from hybrid_grpo.model import attention; "
-    code += "assert attention.flash_attn_varlen_func is None"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from hybrid_grpo.model import ragged_attention; "
+    code += "assert ragged_attention.flash_attn_varlen_func is None"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
 
     x = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
     gpu_attention.install(monkeypatch, flash=True)
-    assert attention.has_flash(x) and not attention.has_flash(x.float())
+    assert ragged_attention.has_flash(x) and not ragged_attention.has_flash(x.float())
 
     def lacking(*_, **__):
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors")
@@ -152,10 +153,10 @@ def test_flash_attn_is_taken_only_where_its_functions_are_there_and_right(monkey
 
     for kernel, reason in ((lacking, "no kernel image"), (of_another_head, "results differ from torch's")):
         gpu_attention.install(monkeypatch, flash=True)
-        monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
+        monkeypatch.setattr(ragged_attention, "flash_attn_varlen_func", kernel)
         with pytest.warns(UserWarning, match=f"^attention is slower without flash-attn: .*{reason}.*$") as said:
-            assert not attention.has_flash(x) and not attention.has_flash(x)
-        assert len(said) == 1 and attention.has_ragged_kernel(x, 0.0, False), "torch's is taken"
+            assert not ragged_attention.has_flash(x) and not ragged_attention.has_flash(x)
+        assert len(said) == 1 and ragged_attention.has_ragged_kernel(x, 0.0, False), "torch's is taken"
 
 
 def test_kernels_with_a_wrong_log_sum_exp_are_not_taken_for_sinks(monkeypatch):
@@ -168,10 +169,10 @@ def test_kernels_with_a_wrong_log_sum_exp_are_not_taken_for_sinks(monkeypatch):
         return (found[0], found[1].flip(1)) if options.get("return_aux") else found
 
     gpu_attention.install(monkeypatch, flash=False)
-    assert attention.has_ragged_kernel(x, 0.0, True)
+    assert ragged_attention.has_ragged_kernel(x, 0.0, True)
     gpu_attention.install(monkeypatch, flash=False, torch_kernel=transposed)
     with pytest.warns(UserWarning, match="^attention is slower without torch's varlen_attn for attention sinks: "):
-        assert not attention.has_ragged_kernel(x, 0.0, True)
+        assert not ragged_attention.has_ragged_kernel(x, 0.0, True)
 
 
 def test_which_attention_runs_is_said(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ class SegmentAttention(torch.autograd.Function):
         segments_S4: int64; start and length of each segment, then of its prefix.
         longest: the most keys that a segment attends to.
         before: sum of the lengths of all prefixes.
-        scale, window, softcap, sinks: see `model.attention.Options`.
+        scale, window, softcap, sinks: see `model.ragged_attention.Options`.
     """
 
     @staticmethod

@@ -96,7 +96,7 @@ def decode_attention(
     Args:
         query: [n, heads, 1, d]; key, value: [n, kv, 1, d], of the new tokens.
         keys, values: the layer's cache, [pages, page, kv, d].
-        scale, window, softcap, sinks: see `model.attention.Options`.
+        scale, window, softcap, sinks: see `model.ragged_attention.Options`.
     """
     n, heads, _, d = query.shape
     out = query.new_empty(n, 1, heads, d)

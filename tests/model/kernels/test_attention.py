@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from hybrid_grpo.model.attention import Options, Segments
+from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.kernels import build as kernels
+from hybrid_grpo.model.ragged_attention import Options
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="needs a C compiler")
 CPU = torch.device("cpu")

@@ -14,9 +14,10 @@ from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.generation.shape_probe import geometry_of
-from hybrid_grpo.model.attention import ATTENTION, Options
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
+from hybrid_grpo.model.ragged_attention import Options
 
 needs_compiler = pytest.mark.skipif(kernels.load() is None, reason="needs a C compiler")
 

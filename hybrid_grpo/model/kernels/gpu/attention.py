@@ -311,7 +311,7 @@ def paged_attention(
             first numbers of the keys, as latents are.
         table: int32 [n, width], the pages of each sequence.
         position: int64 [n], of each sequence's first new token; -1 for a sequence without entries.
-        scale, window, softcap, sinks: see `model.attention.Options`.
+        scale, window, softcap, sinks: see `model.ragged_attention.Options`.
         scratch: see `Scratch`.
         begins: int32 [n + 1], the offsets of each sequence's first query; `longest`: the most queries of a sequence.
         splits: most programs that share a sequence; `least`: the least entries of each. Default: what keeps a GPU busy.
