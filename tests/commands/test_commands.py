@@ -106,7 +106,6 @@ class Runs:
     evaluation: Done
     report: Done
     report_before: str
-    refusal: Done
 
 
 MOVING = (
@@ -138,7 +137,6 @@ def runs(workshop: Workshop) -> Runs:
     whole = workshop.folder / "runs" / "whole"
     compared = ("--eval.against=model", "--eval.output=answers.jsonl")
     evaluation = workshop.later(lambda: workshop.run("eval", "--config", str(whole / "config.yaml"), *compared))
-    refusal = workshop.later(lambda: workshop.run(*_train("--run.name=whole")))
     report_before = (whole / "report.html").read_text()
     (whole / "report.html").unlink()
     return Runs(
@@ -147,7 +145,6 @@ def runs(workshop: Workshop) -> Runs:
         evaluation.result(),
         workshop.run("report", str(whole)),
         report_before,
-        refusal.result(),
     )
 
 
@@ -263,13 +260,6 @@ def test_report_writes_the_report_again(runs: Runs) -> None:
     assert runs.report.status == 0, runs.report.err
     assert runs.report.out.strip() == str(runs.whole / "report.html")
     assert (runs.whole / "report.html").read_text() == runs.report_before
-
-
-def test_a_second_run_in_the_same_folder_is_refused(runs: Runs) -> None:
-    assert runs.refusal.status == 2
-    assert runs.refusal.err.startswith("hybrid-grpo: error: run.name whole: ") and runs.refusal.err.count("\n") == 1
-    assert "--run.resume auto" in runs.refusal.err
-    assert len(rows_of(runs.whole)) == 5
 
 
 def test_a_run_whose_rewards_fail_stops_with_a_checkpoint_and_goes_on_when_they_are_mended(runs: Runs) -> None:

@@ -145,8 +145,3 @@ def test_a_run_brings_its_tags_its_notes_and_the_last_line_of_a_failure(make_run
     assert run.console()[-2:] == ["step 40", "OSError: no space"] and len("".join(run.console())) < 2**16
     (folder / "config.yaml").write_text("run: {steps: 40}\n")
     assert WatchedRun("run", folder).outline()["last"] == "", "it has ended well"
-
-
-def test_metrics_that_were_never_more_than_zero_are_told_from_others(make_run):
-    run = opened(make_run("run", [{"step": 1, "a": 0.0, "b": None, "c": 0.0}, {"step": 2, "a": -0.0, "c": 1e-9}]))
-    assert run.table.heard() == {"step", "c"}
