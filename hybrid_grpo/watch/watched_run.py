@@ -111,7 +111,9 @@ class WatchedRun:
 
     def alarms(self) -> list[AlarmRecord]:
         """Return the alarms that have gone off, with the run's own messages."""
-        return self._of(ALARMS_FILE, _read_alarms)
+        return self._of(
+            ALARMS_FILE, lambda path: joined(filter(None, map(parse_step, last_lines(path))))[-_MOST_ALARMS:]
+        )
 
     def outline(self, may_read: bool = True) -> dict[str, Any]:
         """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that, and
@@ -196,10 +198,6 @@ def _newest(path: Path) -> dict[str, Any]:
     row = last_row(path) or {}
     values = {"step_seconds": "time/step_s", "reward": "reward/mean"}
     return {"step": row.get("step"), **{name: number(row.get(metric)) for name, metric in values.items()}}
-
-
-def _read_alarms(path: Path) -> list[AlarmRecord]:
-    return joined(filter(None, map(parse_step, last_lines(path))))[-_MOST_ALARMS:]
 
 
 def _text(path: Path) -> str:

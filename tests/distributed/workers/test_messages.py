@@ -53,7 +53,6 @@ def test_replies_come_back_as_they_were_sent():
     [
         b"",
         b"[" * 100_000,
-        b"[7",
         b"7",
         b"[7, [1.0], {}, {}, false, false]",
         b"[7, [1.0, 2.0, 3.0], {}, {}, false, false]",
@@ -64,7 +63,6 @@ def test_replies_come_back_as_they_were_sent():
         b"[7, [1.0, 2.0], [[]], {}, false, false]",
         b'[7, [1.0, 2.0], {}, {"a": 1}, false, false]',
         b"[8, [0.0], {}, {}, false, false]",
-        b'[8, ["a"], {}, {}, false, false]',
         b'[8, [{"text": "a", "pictures": ["AAAA"]}], {}, {}, false, false]',
         b'[8, [{"text": "\\ufffc", "pictures": ["A"]}], {}, {}, false, false]',
         b"[8, [], {}, {}, false, false]",
