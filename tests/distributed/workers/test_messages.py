@@ -81,14 +81,8 @@ def test_forged_parts_in_all_places_become_plain_values_or_no_reply():
     draw, accepted = random.Random(0), 0
     for _ in range(20_000):
         said = {"text": "a", "pictures": []}
-        event = {
-            "said": said,
-            **said,
-            "reward": 1.0,
-            "done": True,
-            "end": {"reward": 1.0, "state": STATE},
-            "state": STATE,
-        }
+        end = {"reward": 1.0, "state": STATE}
+        event = {"said": said, **said, "reward": 1.0, "done": True, "end": end, "state": STATE}
         reply = [draw.choice([*CALLS]), [event], {}, {"a": [1]}, False, False]
         if draw.random() < 0.5:
             reply = [7, [1.0, 2.0], {"1": dict(FAILURE)}, {"a": [1, "b"]}, False, False]
