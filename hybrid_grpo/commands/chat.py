@@ -20,8 +20,7 @@ from hybrid_grpo.commands.configs import ChatConfig
 from hybrid_grpo.commands.run_argument import is_run, options_of_run
 from hybrid_grpo.config.checks import check_policy
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.parsing import leading_argument, parse
-from hybrid_grpo.records.files import reader_may_leave
+from hybrid_grpo.config.parsing import leading_argument, parse, reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.commands.conversation import ChatHistory

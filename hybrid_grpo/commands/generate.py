@@ -21,10 +21,10 @@ from hybrid_grpo.commands.configs import GenerateConfig
 from hybrid_grpo.commands.run_argument import is_run, options_of_run
 from hybrid_grpo.config.checks import check_output, check_policy
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.parsing import leading_argument, parse, reader_may_leave
 from hybrid_grpo.config.sources import check_source
 from hybrid_grpo.records.console import make_console
-from hybrid_grpo.records.files import json_lines, reader_may_leave
+from hybrid_grpo.records.files import json_lines
 
 if TYPE_CHECKING:
     import torch

@@ -22,10 +22,10 @@ from rich.table import Table
 from hybrid_grpo.commands.configs import ScoreConfig
 from hybrid_grpo.config.checks import check_output, check_rewards
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.config.parsing import leading_argument, parse, reader_may_leave
 from hybrid_grpo.config.sources import check_source
 from hybrid_grpo.records.console import make_console, make_table
-from hybrid_grpo.records.files import json_lines, reader_may_leave, rollout_files
+from hybrid_grpo.records.files import json_lines, rollout_files
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores

@@ -4,7 +4,8 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -43,7 +44,8 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         argument = rest.pop(0)
         check_text(argument, "an argument")
         if argument in ("-h", "--help"):
-            _print(help_text(cls, command, rest[0] if rest and not rest[0].startswith("-") else None) + "\n")
+            with reader_may_leave():
+                print(help_text(cls, command, rest[0] if rest and not rest[0].startswith("-") else None), flush=True)
             sys.exit(0)
         if re.match(r"\+{0,2}[a-z]\w*(\.\w+)*=", argument):  # Hydra's form
             argument = f"--{argument.lstrip('+')}"
@@ -73,7 +75,8 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         raise UserError(unknown_settings(unknown, cls))
     parsed = configure(cls, given)
     if print_config:
-        _print(parsed.yaml)
+        with reader_may_leave():
+            print(parsed.yaml, end="", flush=True)
         sys.exit(0)
     return parsed
 
@@ -103,11 +106,13 @@ def _recipe(cls: Any, file: str) -> Settings:
     return recipe
 
 
-def _print(text: str) -> None:
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """End the `with` block quietly if whoever reads standard output has closed it."""
     try:
-        print(text, end="", flush=True)
+        yield
     except BrokenPipeError:
-        # The reader has seen enough. Buffered output would fail once more when the process ends.
+        # Buffered output would fail once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

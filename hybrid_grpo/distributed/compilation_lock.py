@@ -27,8 +27,7 @@ def compilation_lock(kernel: str) -> Iterator[None]:
     """
     folder = Path(cpp_extension._get_build_directory(kernel, verbose=False))
     with (folder / "owner").open("a") as owner:
-        _wait_while(lambda: not _locked(owner), folder / f"{kernel}.so")
-        _wait_while(lambda: _is_open(folder / "lock"), folder / f"{kernel}.so")
+        _wait_while(lambda: not _locked(owner) or _is_open(folder / "lock"), kernel)
         (folder / "lock").unlink(missing_ok=True)
         compiles, start = not (folder / f"{kernel}.so").exists(), time.monotonic()
         if compiles:
@@ -84,12 +83,12 @@ def _say(text: str) -> None:
     print(f"hybrid-grpo: {text}", file=sys.stderr, flush=True)  # standard output is for results
 
 
-def _wait_while(busy: Callable[[], bool], library: Path) -> None:
-    """Wait while another process compiles a library, or loads it; print a line after five seconds of the former. A
-    library that exists may be an old one that is compiled again, but only loading a new one takes less than 30 s."""
+def _wait_while(busy: Callable[[], bool], kernel: str) -> None:
+    """Wait while another process compiles a kernel, or loads it, which takes less than the 30 s until a line is
+    printed."""
     start, printed = time.monotonic(), False
     while busy():
-        if not printed and time.monotonic() - start > (30 if library.exists() else 5):
-            _say(f"another process is compiling DeepSpeed's kernel {library.stem}: waiting")
+        if not printed and time.monotonic() - start > 30:
+            _say(f"another process is compiling DeepSpeed's kernel {kernel}: waiting")
             printed = True
         time.sleep(0.1)

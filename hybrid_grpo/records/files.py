@@ -150,13 +150,3 @@ def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
             file.flush()
 
         yield write
-
-
-@contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """End the `with` block quietly if whoever reads standard output has closed it."""
-    try:
-        yield
-    except BrokenPipeError:
-        # Buffered output would fail once more when the process ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

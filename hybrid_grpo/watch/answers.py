@@ -5,7 +5,7 @@ An answer takes a fraction of a second at most for reading; if a file needs more
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -144,9 +144,7 @@ class Answers:
         start = None if step is None or offset is None or offset < 0 else (step, offset)
         files = run.rollouts()
         found = search(files, query, start, order=(order, bool(given.get("rising"))) if order else None)
-        return {
-            "rows": found.rows, "read": found.read, "next": found.next, "steps": _ends(files), "count": len(files),
-        }  # fmt: skip
+        return {**vars(found), "steps": [min(files), max(files)] if files else None, "count": len(files)}
 
     def sample(self, given: QueryParams) -> Any:
         """Return a completion with everything that was saved about it, and copies of its prompt's pictures."""
@@ -210,10 +208,6 @@ class Answers:
 
 
 QUESTIONS = [name for name in vars(Answers) if not name.startswith("_") and name != "answer"]
-
-
-def _ends(files: Collection[int]) -> list[int] | None:
-    return [min(files), max(files)] if files else None
 
 
 def _lone_chart(name: str) -> Chart:

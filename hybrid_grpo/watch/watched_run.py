@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import re
 import statistics
 import threading
@@ -38,8 +37,8 @@ _CLOSEST = "health/closest/"
 """Metrics of how far the alarm that is closest to its limit has come."""
 NOTES_FILE = "notes.md"
 """File in which a reader may write what a run was for."""
-_CONSOLE_BYTES = 2**15
-"""Number of bytes at the end of what a run has printed that are shown."""
+_CONSOLE_LINES = 400
+"""Number of lines at the end of what a run has printed that are shown."""
 _BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
 """Functions that find the index of the best value, by the end of a metric's name."""
 _VERSIONS = itertools.count(time.time_ns() // 10**6)
@@ -107,12 +106,14 @@ class WatchedRun:
 
     def console(self, may_read: bool = True) -> list[str]:
         """Return the last lines that the run has printed; empty if none were kept. See `outline`."""
-        text = self._of(CONSOLE_FILE, lambda path: _text(path, _CONSOLE_BYTES), may_read) or ""
-        return [line for line in text.split("\n") if line.strip()]
+        lines = self._of(CONSOLE_FILE, lambda path: last_lines(path)[-_CONSOLE_LINES:], may_read) or []
+        return [line.decode(errors="replace") for line in lines if line.strip()]
 
     def alarms(self) -> list[AlarmRecord]:
         """Return the alarms that have gone off, with the run's own messages."""
-        return self._of(ALARMS_FILE, _read_alarms)
+        return self._of(
+            ALARMS_FILE, lambda path: joined(filter(None, map(parse_step, last_lines(path))))[-_MOST_ALARMS:]
+        )
 
     def outline(self, may_read: bool = True) -> dict[str, Any]:
         """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that, and
@@ -199,18 +200,11 @@ def _newest(path: Path) -> dict[str, Any]:
     return {"step": row.get("step"), **{name: number(row.get(metric)) for name, metric in values.items()}}
 
 
-def _read_alarms(path: Path) -> list[AlarmRecord]:
-    return joined(filter(None, map(parse_step, last_lines(path))))[-_MOST_ALARMS:]
-
-
-def _text(path: Path, last: int | None = None) -> str:
-    """Return a file, or its `last` bytes, as text; empty if there is no such file."""
-    content = b""
-    with suppress(OSError), path.open("rb") as file:
-        if last is not None:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - last))
-        content = file.read()
-    return content.decode(errors="replace")
+def _text(path: Path) -> str:
+    """Return a file as text; empty if there is no such file."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _changed(path: Path) -> int:

@@ -187,13 +187,6 @@ def test_the_decoder_of_the_configuration_is_used(terminal: Terminal) -> None:
     assert "decoder transformers" in terminal.err
 
 
-def test_a_file_is_written_anew(terminal: Terminal, tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_text("before\n")
-    assert terminal.generate(*DATA, f"--generate.output={path}") == []
-    assert rows_of(path.read_text()) == terminal.generate(*DATA)
-
-
 def test_every_rank_writes_its_share(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)

@@ -348,11 +348,3 @@ def test_mistakes_with_a_run(
     said = capsys.readouterr().err
     assert said.startswith("hybrid-grpo: error: ") and said.count("\n") == 1
     assert says in said
-
-
-def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["score", "--help"])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "usage: hybrid-grpo score FILE_OR_RUN" in said and "--score.steps" in said

@@ -99,14 +99,6 @@ def test_an_empty_system_prompt_is_one(user: User) -> None:
     assert user.train("--data.system_prompt=").data.system_prompt == ""
 
 
-@pytest.mark.parametrize("arguments", [["--rollout.logit_bias", '{"5": -100, "0": 1.5}'],
-                                       ["--rollout.logit_bias.5=-100", "--rollout.logit_bias.0=1.5"]])  # fmt: skip
-def test_a_logit_bias_is_given_by_token_id(user: User, arguments: list[str]) -> None:
-    assert user.train(*arguments).rollout.logit_bias == {"5": -100.0, "0": 1.5}
-    recipe = "rollout: {logit_bias: {'5': -100, '0': 1.5}}"
-    assert user.train(yaml=recipe).rollout.logit_bias == {"5": -100.0, "0": 1.5}
-
-
 def test_token_ids_need_no_quotes(user: User) -> None:
     """YAML reads them as numbers, which a mapping from text did not take; an override then added a second entry."""
     recipe = "rollout: {logit_bias: {5: -100, 0: 1.5}}"

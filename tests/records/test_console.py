@@ -62,13 +62,6 @@ def test_lines_fit_into_80_columns_and_name_every_number():
     assert "reward -12.346  held out 0.500" in lines[0] and "1.50 s/step" in lines[0]
 
 
-def test_a_rate_is_the_metric_that_the_page_shows():
-    """The console had the tokens of a step per second of the whole step under the same unit: 249 beside 867."""
-    rates = {name: value for name, value in EVERYTHING.items() if not name.startswith("policy/")}
-    [line] = written(1, (1, rates))
-    assert "6,114 tok/s sampling" in line
-
-
 def test_console_prints_about_200_lines_of_a_long_run():
     assert len(written(10_000, *((step, {"reward/mean": 0.5}) for step in range(1, 10_001)))) == 200
 

@@ -45,7 +45,9 @@ def _panel(chart: Chart, lines: list[Line], steps: Column) -> dict[str, Any]:
     """Return a chart with its curves as points in pixels; empty if no curve has two values or all values equal."""
     columns = [(curve, np.array([line.get(curve.name) for line in lines], np.float64)) for curve in chart.curves]
     drawn = [(curve.label, _thinned(steps, column, curve.noisy)) for curve, column in columns]
-    drawn = [(label, (x, _share(y) if chart.compared else y)) for label, (x, y) in drawn if len(y) > 1]
+    drawn = [(label, points) for label, points in drawn if len(points[1]) > 1]
+    if chart.compared:  # each curve from its lowest value to its highest
+        drawn = [(label, (x, (y - y.min()) / (np.ptp(y) or 1.0))) for label, (x, y) in drawn]
     values = np.concatenate([y for _, (_, y) in drawn] or [np.zeros(1)])
     low, high = float(values.min()), float(values.max())
     if low == high:
@@ -67,8 +69,3 @@ def _thinned(steps: Column, column: Column, noisy: bool) -> Points:
     """Return the points of a curve, thinned; a long and noisy curve is smoothed first."""
     x, y = present(steps, np.where(np.isfinite(column), column, np.nan))
     return thin((x, smooth(y, 2 * len(y) // _MOST_POINTS) if noisy else y), _MOST_POINTS)
-
-
-def _share(y: Column) -> Column:
-    """Rescale values so that the lowest is 0 and the highest is 1."""
-    return (y - y.min()) / (np.ptp(y) or 1.0)

@@ -65,9 +65,7 @@ def _evaluation(file: Path, run: TrainedRun) -> Evaluation:
     try:
         printed = json.loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
         of_model, evaluation = Path(printed["model"]), Evaluation.printed(printed)
-    except OSError as error:
-        raise UserError(f"publish.evaluation {file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise UserError(
             f"publish.evaluation {file} is not what hybrid-grpo eval prints on standard output: write it again with"
             f" hybrid-grpo eval --config {run.folder}/config.yaml > {file}"

@@ -31,6 +31,7 @@ from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.towers import loader
 
+_ATTENDING = {"q_proj", "k_proj", "v_proj"}
 HeadOf = Callable[[int, int], HeadFunction | None]
 """Returns what the head computes in addition, or None, from the number of target tokens and the vocabulary's size."""
 
@@ -225,12 +226,8 @@ def measure(
         state_bytes=state_bytes,
         tokens=micro.input_ids_bS.numel(),
         packs=dry.packs,
-        attending=sum(p.numel() for name, p in dry.model.named_parameters() if _of_queries(name)),
+        attending=sum(p.numel() for name, p in dry.model.named_parameters() if _ATTENDING & {*name.split(".")}),
     )
-
-
-def _of_queries(name: str) -> bool:
-    return not {"q_proj", "k_proj", "v_proj"}.isdisjoint(name.split("."))
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:

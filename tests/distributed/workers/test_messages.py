@@ -53,7 +53,6 @@ def test_replies_come_back_as_they_were_sent():
     [
         b"",
         b"[" * 100_000,
-        b"[7",
         b"7",
         b"[7, [1.0], {}, {}, false, false]",
         b"[7, [1.0, 2.0, 3.0], {}, {}, false, false]",
@@ -64,7 +63,6 @@ def test_replies_come_back_as_they_were_sent():
         b"[7, [1.0, 2.0], [[]], {}, false, false]",
         b'[7, [1.0, 2.0], {}, {"a": 1}, false, false]',
         b"[8, [0.0], {}, {}, false, false]",
-        b'[8, ["a"], {}, {}, false, false]',
         b'[8, [{"text": "a", "pictures": ["AAAA"]}], {}, {}, false, false]',
         b'[8, [{"text": "\\ufffc", "pictures": ["A"]}], {}, {}, false, false]',
         b"[8, [], {}, {}, false, false]",
@@ -83,14 +81,8 @@ def test_forged_parts_in_all_places_become_plain_values_or_no_reply():
     draw, accepted = random.Random(0), 0
     for _ in range(20_000):
         said = {"text": "a", "pictures": []}
-        event = {
-            "said": said,
-            **said,
-            "reward": 1.0,
-            "done": True,
-            "end": {"reward": 1.0, "state": STATE},
-            "state": STATE,
-        }
+        end = {"reward": 1.0, "state": STATE}
+        event = {"said": said, **said, "reward": 1.0, "done": True, "end": end, "state": STATE}
         reply = [draw.choice([*CALLS]), [event], {}, {"a": [1]}, False, False]
         if draw.random() < 0.5:
             reply = [7, [1.0, 2.0], {"1": dict(FAILURE)}, {"a": [1, "b"]}, False, False]

@@ -76,26 +76,11 @@ def test_nan_is_shown_not_swallowed(name):
     assert math.isnan(meter.reduce()[name])
 
 
-def test_infinity_is_a_value():
-    meter = Meter()
-    meter.add("reward/max", -math.inf)
-    meter.add("reward/max", math.inf)
-    meter.add("policy/grad_norm", math.inf)
-    assert meter.reduce() == {"reward/max": math.inf, "policy/grad_norm": math.inf}
-
-
 def test_a_tensor_changed_after_it_was_added_does_not_change_the_metric():
     meter, loss = Meter(), torch.tensor(1.5)
     meter.add("policy/loss", loss)
     loss.zero_()
     assert meter.reduce() == {"policy/loss": 1.5}
-
-
-def test_sums_are_exact_in_float64():
-    meter = Meter()
-    meter.add("sft/tokens", 2**40)
-    meter.add("sft/tokens", 1)
-    assert meter.reduce() == {"sft/tokens": 2**40 + 1}
 
 
 def test_timer_adds_up_the_seconds_of_its_blocks():
