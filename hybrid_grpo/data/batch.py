@@ -229,10 +229,8 @@ def _first(count: int, num_generations: int, rows: int) -> list[int]:
 class MicroBatch:
     """The rows of one forward, and the tokens that it predicts. The last token of a row predicts no token and is left
     out. A rollout's row that is read as several `TokenRow`s has a row here for each, whose mask is True on its part.
-
     When packed, all rows form one sequence, and a prompt that a group shares occurs in the sequence once. Otherwise
-    each row is a right-padded sequence, and no real token attends to padding.
-    """
+    each row is a right-padded sequence, and no real token attends to padding."""
 
     rows: list[int]
     """[b], index of each row in the rollout."""

@@ -36,13 +36,9 @@ def read_completions(
 ) -> list[Rollout]:
     """Read each row of a source as a rollout of one group. `path` is as in `data.path`, or `-` for standard input.
 
-    A row has a prompt and either a completion in the column `data.completion_column`, or a list of completions in the
-    column of that name plus `s`. A completion is text, or a chat that ends with the assistant's message. `generate` and
-    runs write the text of the last turn, and all turns in `messages`. All other columns are for the reward functions,
-    including those in a mapping called `columns`, which they write too.
-
-    The rollouts have no prompt tokens and no log-probabilities, and without a `tokenizer` no tokens of completions. The
-    id of a prompt is the number of its row, from 0, and every completion counts as having ended by itself.
+    docs/rewards/score.md says what rows have; those of `generate` and of runs have all turns in `messages`. The
+    rollouts have no prompt tokens and no log-probabilities, and without a `tokenizer` no tokens of completions. The id
+    of a prompt is the number of its row, from 0, and every completion counts as having ended by itself.
 
     `setting` is the name of `path` in errors. With the default, the argument of `score`, errors about missing columns
     name the settings that choose them. Raises UserError if a row lacks a prompt or a completion, or cannot be read.
@@ -145,12 +141,10 @@ def _end_of_turn(tokenizer: Any, _: str, ends: frozenset[int]) -> int | None:
 
 
 def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
-    """Read the rollout of a saved step, and return it with the lines of its file.
-
-    Each completion has as many tokens as were sampled. The tokenizer makes them from the text again, and the token that
-    ended the completion is appended. Tokens that cannot be recovered (without a tokenizer, all of them) are
-    `UNKNOWN_TOKEN`. The id of a prompt is the number of its group. Raises UserError if lines are missing or malformed.
-    """
+    """Read the rollout of a saved step, and return it with the lines of its file. Each completion has as many tokens as
+    were sampled. The tokenizer makes them from the text again, and the token that ended the completion is appended.
+    Tokens that cannot be recovered (without a tokenizer, all of them) are `UNKNOWN_TOKEN`. The id of a prompt is the
+    number of its group. Raises UserError if lines are missing or malformed."""
     with path.open("rb") as lines:
         numbered = list(json_rows(lines, str(path)))
     for number, row in numbered:

@@ -131,10 +131,8 @@ class Mixture:
         `choose` overrides the order within a source: it returns the prompts to draw, given the indices of the source's
         prompts, how many to draw, and how many were drawn before."""
         drawn = [stream.position for stream in self._streams.values()]
-        placed = []
-        for own, had, (name, stream) in zip(
-            quotas(self._weights, drawn, count), drawn, self._streams.items(), strict=True
-        ):
+        shares, placed = quotas(self._weights, drawn, count), []
+        for own, had, (name, stream) in zip(shares, drawn, self._streams.items(), strict=True):
             in_order = stream.draw(own, range(own))
             items = in_order if choose is None else choose(self._indices[name], own, had)
             placed += [((place + 0.5) / own, item) for place, item in enumerate(items)]
@@ -155,10 +153,8 @@ def quotas(weights: Sequence[Fraction], drawn: Sequence[int], count: int) -> lis
     share of all draws, those that were `drawn` included (largest remainder method)."""
     exact = [weight * count for weight in weights]
     numbers = [math.floor(share) for share in exact]
-    owed = [
-        weight * (sum(drawn) + count) - had - number
-        for weight, had, number in zip(weights, drawn, numbers, strict=True)
-    ]
+    total = sum(drawn) + count
+    owed = [weight * total - had - own for weight, had, own in zip(weights, drawn, numbers, strict=True)]
     between = [i for i, share in enumerate(exact) if share != numbers[i]]
     for i in sorted(between, key=lambda i: (-owed[i], i))[: count - sum(numbers)]:
         numbers[i] += 1

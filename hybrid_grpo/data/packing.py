@@ -114,11 +114,9 @@ def pack(
     together: int = 1,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
-
     A row longer than the `budget` gets a micro-batch of its own. `share`: whether a prompt that several rows have is
-    computed once; auto: if that saves a tenth of the tokens. Rows whose indices are k * together to
-    (k + 1) * together - 1, and whose prompt is the same, are not separated.
-    """
+    computed once; auto: if that saves a tenth of the tokens. Rows with the same prompt, and with indices from
+    k * together to (k + 1) * together - 1, are not separated."""
     units = _units(rows, together)
     trees = [_Tree.apart(unit) for unit in units]
     if share != "off":

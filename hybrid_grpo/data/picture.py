@@ -88,11 +88,9 @@ def _rgb(image: Image) -> Image:
 
 def read_picture(value: Any, folder: Path | None, where: str, max_pixels: int | None = None) -> Picture:
     """Return the picture that a row gives as a path, as bytes, as `datasets` stores one, as a PIL image, or as it was
-    returned here. Only its header is read. Paths are relative to `folder`, and may not lead out of it.
-
-    Raises UserError, in which `where` describes the row, if it is absent, too large, no picture, or broken as far as
-    header and end show it.
-    """
+    returned here. Only its header is read. Paths are relative to `folder`, and may not lead out of it. Raises
+    UserError, in which `where` describes the row, if it is absent, too large, no picture, or broken as far as header
+    and end show it."""
     if isinstance(value, Picture):
         return value
     path, data, name = _source(value, folder, where)

@@ -107,11 +107,9 @@ def prompts_of(
     album: ImageStore | None = None,
 ) -> list[Prompt]:
     """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `album` takes
-    the pictures; without one there may be none. Collective: each rank reads its share.
-
-    Raises UserError if there is no prompt column, a row is not a prompt, a required chat template is missing, or all
-    prompts are too long (with `over_long: refuse`, if any prompt is).
-    """
+    the pictures; without one there may be none. Collective: each rank reads its share. Raises UserError if there is no
+    prompt column, a row is not a prompt, a required chat template is missing, or all prompts are too long (with
+    `over_long: refuse`, if any prompt is)."""
     require_column("data.prompt_column", config.prompt_column, rows, source)
     refuse(
         config.system_prompt is not None and config.chat_template == "never",

@@ -110,12 +110,10 @@ def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text
 
 
 def read_rows(source: Source, config: DataConfig | None = None) -> list[Row]:
-    """Return all rows of the source, in order. All rows have the same columns, with None for missing values.
-
-    A task makes the rows or converts the rows of the source. Without one, rows of other projects are converted into
-    ones with the columns that `config` names (see `shape_of`). Raises UserError if the source cannot be reached or
-    read, has no such split or no rows, or a row cannot be converted.
-    """
+    """Return all rows of the source, in order. All rows have the same columns, with None for missing values. A task
+    makes the rows or converts the rows of the source. Without one, rows of other projects are converted into ones with
+    the columns that `config` names (see `shape_of`). Raises UserError if the source cannot be reached or read, has no
+    such split or no rows, or a row cannot be converted."""
     if source.task is None or source.path != "":
         rows = _same_columns(_read(source))
     else:

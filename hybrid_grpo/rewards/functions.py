@@ -1,13 +1,8 @@
 """Loads the reward function that an entry of `rewards` names, calls it, and checks its return value.
 
-The convention is TRL's, so that functions written for TRL run unchanged:
+The convention is TRL's, so that functions written for TRL run unchanged; docs/rewards.md has the details:
 
     f(prompts, completions, completion_ids=..., **dataset_columns, **kwargs) -> list[float | None]
-
-Every input is a list with one element per row and is passed by name. A function without **kwargs receives only what its
-signature names. Chat prompts are lists of messages, and so are their completions (usually one assistant message). None
-means that the function does not apply to the row. Whatever a function passes to TRL's `log_extra` and `log_metric` is
-stored with the completions. Functions in verl's conventions are recognized (verl.py).
 
 Process rewards: instead of a number, a function may return a list with one pair for each step of a completion. The
 pairs are either (text, reward), where the texts of the steps follow each other from the beginning of the completion, or

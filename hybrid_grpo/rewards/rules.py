@@ -77,12 +77,10 @@ def _equal(text: Any, gold: Any) -> bool:
 def letters_in_place(
     completions: Completions, answer: list[Any], *, steps: bool = False
 ) -> list[float | list[tuple[str, float]] | None]:
-    """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
-
-    The positions are those of the longer text, so longer completions gain nothing. Of a list, the answer with the
-    highest share counts. None if `answer` is None. Raises ValueError for an answer that is neither text nor a number.
-    With `steps`, every character is a step whose reward is the change that it makes to the share; the sum is the same.
-    """
+    """Share of positions at which the completion and the column `answer`, both stripped, have the same character. The
+    positions are those of the longer text, so longer completions gain nothing. Of a list, the answer with the highest
+    share counts. None if `answer` is None. Raises ValueError for an answer that is neither text nor a number. With
+    `steps`, every character is a step whose reward is the change that it makes to the share; the sum is the same."""
     rewards: list[float | list[tuple[str, float]] | None] = []
     for text, gold in zip(completion_texts(completions), answer, strict=True):
         letters = text.strip()

@@ -257,10 +257,8 @@ class Stream:
     def scores(self, gives_up: Callable[[], bool] = lambda: False, chosen: Sequence[int] | None = None) -> Scores:
         """Wait for the functions and return the scores, ordered by prompt and sample. Rows without a reply after
         `scoring.max_wait_s`, or once `gives_up` returns True, count as timed out. `chosen` are the prompts whose groups
-        count, in the order wanted (default: all); others may lack completions.
-
-        Collective if all ranks call one of the functions together; see `Interface.batch_size`.
-        """
+        count, in the order wanted (default: all); others may lack completions. Collective if all ranks call one of the
+        functions together; see `Interface.batch_size`."""
         groups, size = range(len(self._prompts)) if chosen is None else chosen, self._num_generations
         kept = {group * size + k for group in groups for k in range(size)}
         assert kept <= self._completions.keys(), "a completion is missing"

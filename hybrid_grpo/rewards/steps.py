@@ -51,11 +51,9 @@ class TokenEnds:
 
 def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: TokenEnds | None) -> list[RewardStep]:
     """Return the end (in tokens) and the reward of each step. A step ends with the token that has its last character.
-
-    Rewards of steps that end with the same token are added up, and an empty step ends where the previous step does.
-    If `token_ends` is None, all steps end with the completion. Raises ValueError if the texts do not follow each other
-    from the beginning of the completion.
-    """
+    Rewards of steps that end with the same token are added up, and an empty step ends where the previous step does. If
+    `token_ends` is None, all steps end with the completion. Raises ValueError if the texts do not follow each other
+    from the beginning of the completion."""
     text, at = completion.text, 0
     rewards: dict[int, float] = {}
     before = completion.observations[-1][0] if completion.observations else 0  # the text contains the last turn only

@@ -51,16 +51,10 @@ def multiple_choice(
     *,
     log_extra: LogExtra | None = None,
 ) -> list[float | None]:
-    r"""1.0 if the completion chooses the letter of the column `answer`, else 0.0.
-
-    A completion states its choice as `The answer is (B)`, `Answer: B`, `\boxed{B}`, `<answer>B</answer>` or
-    `B is correct`; failing that, as `**B**`; failing that, as a line that is just `B.`, or as the only letter that
-    begins a line, as in `B. `. Of several choices the last one counts; `B or C` chooses nothing. The column `choices`
-    has the texts of each row's choices. It limits the letters, and a completion that is one of these texts chooses it.
-
-    `answer` is a letter, the zero-based index of a choice, or the text of one of `choices`, or a list of right ones;
-    any other value raises ValueError. If `answer` is None, so is the reward.
-    """
+    r"""1.0 if the completion chooses the letter of the column `answer`, else 0.0. docs/rewards/text.md has the ways to
+    state a choice. The column `choices` has the texts of each row's choices, which limit the letters. `answer` is a
+    letter, the zero-based index of a choice, the text of one of `choices`, or a list of right ones; any other value
+    raises ValueError. If `answer` is None, so is the reward."""
     texts = completion_texts(completions)
     rows = [None] * len(texts) if choices is None else choices
     golds = [gold_answers(gold, partial(choice_letter, choices=row)) for gold, row in zip(answer, rows, strict=True)]
@@ -99,12 +93,10 @@ def chosen_letter(text: str, choices: Sequence[Any] | None = None) -> str | None
 
 
 def language_penalty(completions: Completions, *, scripts: Sequence[str] = ("latin",)) -> list[float | None]:
-    """Minus the share of letters that belong to none of the `scripts`, from 0.0 to -1.0.
-
-    It guards against reasoning that drifts into another language (compare the language consistency of DeepSeek-R1,
-    arXiv:2501.12948, section 2.3.2, which counts words); see docs/rewards/text.md. Digits and letters that belong to no
-    single script, such as mathematical symbols, do not count. `scripts` lists Unicode's names of scripts.
-    """
+    """Minus the share of letters that belong to none of the `scripts`, from 0.0 to -1.0. It guards against reasoning
+    that drifts into another language (compare the language consistency of DeepSeek-R1, arXiv:2501.12948, section 2.3.2,
+    which counts words); see docs/rewards/text.md. Digits and letters that belong to no single script, such as
+    mathematical symbols, do not count. `scripts` lists Unicode's names of scripts."""
     if isinstance(scripts, str) or not scripts:
         raise ValueError(f"scripts {scripts!r} must be a list of names, as in [latin]")
     for script in scripts:

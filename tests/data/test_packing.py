@@ -1,5 +1,4 @@
 import random
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paths import ROOT
 from tiny_models import VOCABULARY, build, tiny_config
 
 from hybrid_grpo.data.batch import Completion
@@ -17,10 +15,6 @@ from hybrid_grpo.model.attention import ATTENTION, routed_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.support import SamplingMask
-
-sys.path.append(str(ROOT / "benchmarks"))
-
-from rollout_workloads import WORKLOADS
 
 CPU = torch.device("cpu")
 GROUPS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=6)), max_size=6)
@@ -183,12 +177,6 @@ def test_a_group_over_the_budget_is_split():
     assert sizes(batches) == [40, 40] and list(map(prompts_in, batches)) == [1, 1]
 
 
-def test_a_row_over_the_budget_goes_alone_and_needs_no_fillers():
-    prompts, completions = rollout([(3, [98, 3, 2])])
-    batches = packed(prompts, completions, 10, "off")
-    assert sorted(micro.rows for micro in batches) == [[0], [1, 2]]
-
-
 @pytest.mark.parametrize(("length", "computed"), [(41, 90), (42, 102)])
 def test_auto_shares_prompts_that_are_a_tenth_of_the_tokens_or_more(length, computed):
     """Two rows of 10 and 40 tokens: 100, of which a shared prompt saves 10; with 41 it is 10 of 102."""
@@ -205,19 +193,6 @@ def test_chosen_rows_share_what_they_have_in_common_and_keep_their_own_numbers()
     for micro in padded(prompts, completions, 40, rows=chosen):
         assert set(micro.rows) <= set(chosen)
         assert_stands(micro, prompts, completions)
-
-
-def test_nothing_of_the_benchmarks_ragged_rollout_is_computed_in_vain():
-    workload = WORKLOADS["ragged"]()
-    prompts = [ids for ids, _ in workload.rows]
-    completions = [[row] * length for row, (_, length) in enumerate(workload.rows)]
-    real = sum(map(len, prompts)) + sum(map(len, completions))
-    prompt_tokens = sum(map(len, workload.prompts))
-    assert real == 16_226
-    apart, together, auto = (sum(sizes(packed(prompts, completions, 2048, share))) for share in ("off", "on", "auto"))
-    # The last token of a row predicts nothing.
-    assert apart == real - 128
-    assert together == auto == apart - 7 * prompt_tokens < 0.6 * real
 
 
 @given(lengths=st.lists(st.integers(2, 60), max_size=40), budget=st.integers(1, 200))

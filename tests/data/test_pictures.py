@@ -199,15 +199,15 @@ def test_ranks_read_a_share_each_and_have_all(model, tmp_path):
         in_ranks(2, read_another)
 
 
+def showing(count):
+    return [{"role": "user", "content": [{"type": "image"}] * count}]
+
+
 @pytest.mark.parametrize(
     ("row", "data", "why"),
     [
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}] * 2}], "images": ["a.png"]},
-            {},
-            "1 pictures, and",
-        ),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "has 0 pictures, and its prompt 1 places"),
+        ({"prompt": showing(2), "images": ["a.png"]}, {}, "has 1 pictures, and its prompt 2 places"),
+        ({"prompt": showing(1)}, {}, "has 0 pictures, and its prompt 1 places"),
         ({"prompt": "x", "images": ["a.png"] * 3}, {"max_images": 2}, "data.max_images 2: row 1 .* has 3 pictures"),
         ({"prompt": "x", "images": ["a.png"]}, {"chat_template": "never"}, "and its prompt 0 places"),
         ({"prompt": "x", "images": [{"a": 1}]}, {}, "in the place of a picture"),

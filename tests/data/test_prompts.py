@@ -28,14 +28,8 @@ def data(tmp_path):
 def test_text_prompts_keep_their_row_number_text_and_other_columns(data):
     rows = [{"prompt": "ab", "answer": 1, "completion": "x"}, {"prompt": "c", "answer": None, "completion": "y"}]
     prompts, report = read_prompts(data(rows), char_tokenizer())
-    assert [(prompt.id, prompt.text, prompt.token_ids) for prompt in prompts] == [
-        (0, "ab", ids("ab")),
-        (1, "c", ids("c")),
-    ]
-    assert [prompt.columns for prompt in prompts] == [
-        {"answer": 1, "completion": "x"},
-        {"answer": None, "completion": "y"},
-    ]
+    assert [(p.id, p.text, p.token_ids) for p in prompts] == [(0, "ab", ids("ab")), (1, "c", ids("c"))]
+    assert [p.columns for p in prompts] == [{"answer": 1, "completion": "x"}, {"answer": None, "completion": "y"}]
     assert report.endswith("; columns prompt, answer, completion")
 
 
@@ -70,26 +64,20 @@ def test_held_out_prompts_come_from_the_evaluation_source(data, tmp_path):
     assert [prompt.text for prompt in read_prompts(config, char_tokenizer())[0]] == ["a"]
 
 
+TEXT, ASKED = ids("Hi?"), ids("<bos>", "<user>", "Hi?", "<assistant>")
+WITH_SYSTEM = ids("<bos>", "<system>", "Be kind.", "<user>", "Hi?", "<assistant>")
+
+
 @pytest.mark.parametrize(
     ("settings", "prompt", "text", "token_ids"),
     [
-        ({}, "Hi?", "Hi?", ids("Hi?")),
-        ({}, CHAT, CHAT, ids("<bos>", "<user>", "Hi?", "<assistant>")),
-        ({"chat_template": "always"}, "Hi?", "Hi?", ids("<bos>", "<user>", "Hi?", "<assistant>")),
-        ({"chat_template": "always"}, CHAT, CHAT, ids("<bos>", "<user>", "Hi?", "<assistant>")),
-        ({"chat_template": "never"}, "Hi?", "Hi?", ids("Hi?")),
-        (
-            {"system_prompt": "Be kind."},
-            "Hi?",
-            [SYSTEM, *CHAT],
-            ids("<bos>", "<system>", "Be kind.", "<user>", "Hi?", "<assistant>"),
-        ),
-        (
-            {"system_prompt": "Be kind."},
-            CHAT,
-            [SYSTEM, *CHAT],
-            ids("<bos>", "<system>", "Be kind.", "<user>", "Hi?", "<assistant>"),
-        ),
+        ({}, "Hi?", "Hi?", TEXT),
+        ({}, CHAT, CHAT, ASKED),
+        ({"chat_template": "always"}, "Hi?", "Hi?", ASKED),
+        ({"chat_template": "always"}, CHAT, CHAT, ASKED),
+        ({"chat_template": "never"}, "Hi?", "Hi?", TEXT),
+        ({"system_prompt": "Be kind."}, "Hi?", [SYSTEM, *CHAT], WITH_SYSTEM),
+        ({"system_prompt": "Be kind."}, CHAT, [SYSTEM, *CHAT], WITH_SYSTEM),
     ],
 )
 def test_the_template_is_applied_where_the_settings_say(data, settings, prompt, text, token_ids):
@@ -102,19 +90,16 @@ def test_the_template_is_applied_where_the_settings_say(data, settings, prompt, 
 @pytest.mark.parametrize(
     ("prompt", "token_ids"),
     [
-        ("a", ids("<bos>", "a")),
-        (CHAT, None),
-        ("<bos><user>Hi?<assistant>", None),
-        ("a<bos>", ids("<bos>", "a", "<bos>")),
-        ("", ids("<bos>")),
+        ("a", ids("<bos>", "a")), (CHAT, ASKED), ("<bos><user>Hi?<assistant>", ASKED),
+        ("a<bos>", ids("<bos>", "a", "<bos>")), ("", ids("<bos>")),
     ],
-)
+)  # fmt: skip
 def test_bos_is_there_once_and_eos_not_at_all_whoever_adds_them(data, tmp_path, prompt, token_ids, adds_eos):
     """A prompt that a template had rendered got a second BOS, and some tokenizers ended prompts before completions."""
     char_tokenizer(TEMPLATE, adds_bos=True, adds_eos=adds_eos).save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     (read,), _ = read_prompts(data([{"prompt": prompt}]), tokenizer)
-    assert read.token_ids == (token_ids or ids("<bos>", "<user>", "Hi?", "<assistant>"))
+    assert read.token_ids == token_ids
 
 
 def test_an_empty_prompt_starts_from_bos_or_is_refused(data):
@@ -126,17 +111,38 @@ def test_an_empty_prompt_starts_from_bos_or_is_refused(data):
         read_prompts(data(rows), char_tokenizer(bos=False))
 
 
-def test_over_long_prompts_can_be_refused(data):
-    rows = [{"prompt": "a"}, {"prompt": "abcde"}, {"prompt": "abcdef"}]
-    with pytest.raises(UserError, match=r"^data.max_prompt_tokens 4: .* row 1 .* has 5 tokens, one of 2 over-long"):
-        read_prompts(data(rows, max_prompt_tokens=4, over_long="refuse"), char_tokenizer())
-    prompts, report = read_prompts(data(rows, max_prompt_tokens=6, over_long="refuse"), char_tokenizer())
-    assert len(prompts) == 3 and "3 of 3 rows kept; prompts" in report
+NO_TEMPLATE = "data.chat_template: row 0 .* no chat template: take a chat model, or give"
+JUDGE = [{"role": "judge", "content": "a"}]
+REFUSE = {"max_prompt_tokens": 1, "over_long": "refuse"}
 
 
-def test_prompts_that_are_all_too_long_are_refused_with_the_shortest(data):
-    with pytest.raises(UserError, match=r"^data.max_prompt_tokens 2: all 2 prompts .* shortest has 3 tokens: raise"):
-        read_prompts(data([{"prompt": "abcd"}, {"prompt": "abc"}], max_prompt_tokens=2), char_tokenizer())
+@pytest.mark.parametrize(
+    ("prompts", "settings", "template", "message"),
+    [
+        (["a", "abc", "ab"], REFUSE, None, "data.max_prompt_tokens 1: .* row 1 .* has 3 tokens, one of 2 over-long"),
+        (
+            ["abcd", "abc"],
+            {"max_prompt_tokens": 2},
+            None,
+            "data.max_prompt_tokens 2: all 2 .* shortest has 3 tokens",
+        ),
+        ([CHAT], {}, None, NO_TEMPLATE),
+        (["a"], {"chat_template": "always"}, None, NO_TEMPLATE),
+        (["a"], {"system_prompt": "Be kind."}, None, NO_TEMPLATE),
+        ([CHAT], {"chat_template": "never"}, TEMPLATE, "data.chat_template never: row 0 .* has chat messages"),
+        (["a"], {"system_prompt": "b", "chat_template": "never"}, TEMPLATE, "data.system_prompt needs a chat template"),
+        (
+            [[SYSTEM, *CHAT]],
+            {"system_prompt": "b"},
+            TEMPLATE,
+            "data.system_prompt is set, and row 0 .* has a system",
+        ),
+        ([CHAT, JUDGE], {}, TEMPLATE, "data.chat_template: the tokenizer's template refuses row 1 .*unknown role"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_way_out(data, prompts, settings, template, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        read_prompts(data([{"prompt": prompt} for prompt in prompts], **settings), char_tokenizer(template))
 
 
 def test_a_missing_prompt_column_is_refused_with_those_there_are(data):
@@ -165,30 +171,6 @@ def test_a_row_that_is_no_prompt_is_named(data, bad, message):
         read_prompts(data([{"prompt": "a"}, {"prompt": bad}]), char_tokenizer(TEMPLATE))
 
 
-@pytest.mark.parametrize(
-    ("settings", "prompt"), [({}, CHAT), ({"chat_template": "always"}, "a"), ({"system_prompt": "Be kind."}, "a")]
-)
-def test_a_chat_without_a_template_is_refused_with_the_way_out(data, settings, prompt):
-    with pytest.raises(UserError, match=r"^data.chat_template: row 0 .* no chat template: take a chat model, or give"):
-        read_prompts(data([{"prompt": prompt}], **settings), char_tokenizer())
-
-
-def test_settings_that_contradict_the_chat_are_refused(data):
-    never = {"chat_template": "never"}
-    with pytest.raises(UserError, match=r"^data.chat_template never: row 0 .* has chat messages"):
-        read_prompts(data([{"prompt": CHAT}], **never), char_tokenizer(TEMPLATE))
-    with pytest.raises(UserError, match=r"^data.system_prompt needs a chat template, and data.chat_template is never"):
-        read_prompts(data([{"prompt": "a"}], system_prompt="Be kind.", **never), char_tokenizer(TEMPLATE))
-    with pytest.raises(UserError, match=r"^data.system_prompt is set, and row 0 .* has a system message of its own"):
-        read_prompts(data([{"prompt": [SYSTEM, *CHAT]}], system_prompt="Be kind."), char_tokenizer(TEMPLATE))
-
-
-def test_what_the_template_itself_refuses_is_named_with_the_row(data):
-    rows = [{"prompt": CHAT}, {"prompt": [{"role": "judge", "content": "a"}]}]
-    with pytest.raises(UserError, match=r"^data.chat_template: the tokenizer's template refuses row 1 .*unknown role"):
-        read_prompts(data(rows), char_tokenizer(TEMPLATE))
-
-
 THINKING = TEMPLATE.replace(
     "{% if add_generation",
     "{% generation %}{% if enable_thinking is false %}{{ mark }}no{% endif %}{% endgeneration %}{% if add_generation",
@@ -200,26 +182,16 @@ def test_variables_of_the_template_reach_it(data):
     config = data([{"prompt": CHAT}, {"prompt": "ab"}], chat_template_kwargs={"enable_thinking": False, "mark": ":"})
     prompts, _ = read_prompts(config, tokenizer)
     assert [p.token_ids for p in prompts] == [ids("<bos>", "<user>", "Hi?", ":no", "<assistant>"), ids("ab")]
-    assert read_prompts(data([{"prompt": CHAT}]), tokenizer)[0][0].token_ids == ids(
-        "<bos>", "<user>", "Hi?", "<assistant>"
-    )
+    assert read_prompts(data([{"prompt": CHAT}]), tokenizer)[0][0].token_ids == ASKED
 
 
 @pytest.mark.parametrize(
     ("prompt", "given", "message"),
     [
-        (
-            CHAT,
-            {"enable_thinkng": False},
-            r"enable_thinkng: the tokenizer's .* reads no such variable: did you mean ena",
-        ),
+        (CHAT, {"enable_thinkng": False}, "enable_thinkng: .* reads no such variable: did you mean enable_thinking"),
         (CHAT, {"tokenize": True}, "tokenize: the tokenizer's chat template reads no such variable: known are enable_"),
         (CHAT, {"bos_token": "x"}, "bos_token: the tokenizer's chat template reads no such variable"),
-        (
-            "ab",
-            {"mark": ":"},
-            r"{'mark': ':'}: no prompt of .* is a chat, so no template is applied: set data.chat_temp",
-        ),
+        ("ab", {"mark": ":"}, "{'mark': ':'}: no prompt of .* is a chat, so no template is applied: set data.chat"),
     ],
 )
 def test_variables_that_would_change_nothing_are_refused(data, prompt, given, message):

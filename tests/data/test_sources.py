@@ -17,23 +17,16 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def write_parquet(path: Path, rows: list[dict]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list(rows).to_parquet(str(path))
-    return str(path)
-
-
 def save(path: Path, dataset: Dataset | DatasetDict) -> str:
     dataset.save_to_disk(str(path))
     return str(path)
 
 
+OTHER = [{"prompt": "t", "answer": 9}]
+
+
 def make_jsonl(folder: Path) -> str:
     return write_jsonl(folder / "rows.jsonl", ROWS)
-
-
-def make_parquet(folder: Path) -> str:
-    return write_parquet(folder / "rows.parquet", ROWS)
 
 
 def make_saved(folder: Path) -> str:
@@ -41,22 +34,24 @@ def make_saved(folder: Path) -> str:
 
 
 def make_saved_dict(folder: Path) -> str:
-    splits = {"test": Dataset.from_list([{"prompt": "t", "answer": 9}]), "train": Dataset.from_list(ROWS)}
+    splits = {"test": Dataset.from_list(OTHER), "train": Dataset.from_list(ROWS)}
     return save(folder / "saved", DatasetDict(splits))
 
 
 def make_jsonl_folder(folder: Path) -> str:
-    write_jsonl(folder / "files" / "test.jsonl", [{"prompt": "t", "answer": 9}])
+    write_jsonl(folder / "files" / "test.jsonl", OTHER)
     return str(Path(write_jsonl(folder / "files" / "train.jsonl", ROWS)).parent)
 
 
-def make_parquet_folder(folder: Path) -> str:
+def make_parquet(folder: Path) -> str:
     for shard, rows in enumerate((ROWS[:2], ROWS[2:])):
-        write_parquet(folder / "files" / "data" / f"train-0000{shard}-of-00002.parquet", rows)
+        path = folder / "files" / "data" / f"train-0000{shard}-of-00002.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(rows).to_parquet(str(path))
     return str(folder / "files")
 
 
-SOURCES = [make_jsonl, make_parquet, make_saved, make_saved_dict, make_jsonl_folder, make_parquet_folder]
+SOURCES = [make_jsonl, make_saved, make_saved_dict, make_jsonl_folder, make_parquet]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +77,7 @@ def test_a_split_is_chosen_by_name(make, tmp_path):
         read_rows(Source(path, None, path_setting="data.eval_path", split_setting="data.eval_split"))
 
 
-@pytest.mark.parametrize("make", [make_jsonl, make_parquet, make_saved, make_parquet_folder])
+@pytest.mark.parametrize("make", [make_jsonl, make_parquet, make_saved])
 def test_without_splits_everything_is_train_and_no_other_name_passes(make, tmp_path):
     path = make(tmp_path)
     assert read_rows(Source(path, None)) == ROWS
@@ -185,11 +180,6 @@ def test_a_split_may_be_a_slice(make, tmp_path):
     assert read_rows(Source(path, "train[:60%]")) + read_rows(Source(path, "train[60%:]")) == ROWS
     assert read_rows(Source(path, "train[1:3]", limit=1)) == ROWS[1:2]
     assert read_rows(Source(path, "train[:1]+train[-20%:]")) == [ROWS[0], ROWS[4]]
-
-
-def test_one_file_may_hold_the_training_and_the_held_out_rows(tmp_path):
-    config = DataConfig(path=make_jsonl(tmp_path), split="train[:80%]", eval_split="train[80%:]")
-    assert read_rows(training_source(config)) + read_rows(evaluation_source(config)) == ROWS
 
 
 @pytest.mark.parametrize(

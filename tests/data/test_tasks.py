@@ -30,7 +30,6 @@ GSM8K = {
 }
 MATH = {
     "problem": "What is $\\frac{1}{2} + \\frac{1}{4}$?",
-    "level": "Level 1",
     "type": "Prealgebra",
     "solution": "Over a common denominator it is $\\frac{2}{4} + \\frac{1}{4} = \\boxed{\\frac{3}{4}}$.",
 }
@@ -38,12 +37,9 @@ MATH_500 = {
     "problem": "How many positive whole numbers divide $9$?",
     "solution": "They are 1, 3 and 9, so there are $\\boxed{3}$.",
     "answer": "3",
-    "subject": "Number Theory",
     "level": 1,
-    "unique_id": "test/number_theory/1.json",
 }
 ARC = {
-    "id": "X_1",
     "question": "Which of these is a planet?",
     "choices": {"text": ["Moon", "Mars", "Sun"], "label": ["1", "2", "3"]},
     "answerKey": "2",
@@ -55,7 +51,6 @@ MBPP = {
     "code": "def double(n):\r\n  return 2 * n",
     "test_list": ["assert double(2) == 4", "assert double(0) == 0", "assert double(-1) == -2"],
     "test_setup_code": "",
-    "challenge_test_list": [],
 }
 RIGHT_AND_WRONG = {
     "gsm8k": (GSM8K, "Half, so #### 6", "#### 7"),
@@ -199,11 +194,8 @@ def test_a_task_of_one_s_own(own):
     config = settings("--data.task", "my_task.py:shouting", "--data.chat_template", "never")
     assert config.rewards == [RewardConfig("my_task.py:shout", weight=2.0)] and config.eval.threshold == 0.5
     prompts, _ = read_prompts(config.data, char_tokenizer())
-    assert [p.text for p in prompts] == ["ho!", "hey!"] and prompts[1].columns == {
-        "say": "hey",
-        "other": 2,
-        "answer": "HEY",
-    }
+    assert [p.text for p in prompts] == ["ho!", "hey!"]
+    assert prompts[1].columns == {"say": "hey", "other": 2, "answer": "HEY"}
     scores = Rewards(load_rewards(config.rewards)).score(prompts, [completion("HO"), completion("hey")])
     assert scores.reward_B.tolist() == [2.0, 0.0]
     assert config.rollout.max_completion_tokens == 7 and config.data.chat_template == "never"
@@ -224,6 +216,7 @@ def test_a_function_that_reads_rows_is_a_task(own):
         ("my_task.py:number", "data.task my_task.py:number is an int: give a TaskRecipe"),
         ("broken.py:task", "importing broken.py raised RuntimeError: no luck (broken.py:1)"),
         ("no_such_module:task", "there is no module no_such_module"),
+        ("countdown", "data.task countdown: there is no such task: did you mean gym/countdown?"),
     ],
 )
 def test_a_task_that_is_none(own, task, says):

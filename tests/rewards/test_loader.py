@@ -18,7 +18,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.distributed.workers.calls import call_inline
 from hybrid_grpo.distributed.workers.pool import worker_count
-from hybrid_grpo.rewards.functions import BUILTINS, RewardFunction, load_function
+from hybrid_grpo.rewards.functions import RewardFunction, load_function
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.rules import exact_match
 
@@ -62,15 +62,6 @@ def test_a_builtin_by_its_name() -> None:
     assert isinstance(reward.caller, partial) and reward.caller.func is call_inline
 
 
-SIMPLE = sorted(name for name, builtin in BUILTINS.items() if builtin.module in ("rules", "text"))
-
-
-@pytest.mark.parametrize("name", SIMPLE)
-def test_every_simple_builtin_loads(name: str) -> None:
-    kwargs = {"pattern": "a+"} if name == "format_regex" else {}
-    assert load(name, kwargs=kwargs).name == name
-
-
 def test_a_function_of_a_file_with_its_sibling(rules: Path) -> None:
     path = list(sys.path)
     bonus, strict = load(f"{rules}:bonus", kwargs={"scale": 3}), load(f"{rules}:strict")
@@ -105,20 +96,21 @@ def test_what_a_file_defines_can_be_pickled(rules: Path) -> None:
     assert pickle.loads(pickle.dumps(bonus)) is bonus
 
 
-def test_a_module_of_a_package() -> None:
-    assert load("hybrid_grpo.rewards.rules:exact_match").function.func is exact_match  # type: ignore[attr-defined]
-
-
-def test_no_such_builtin() -> None:
-    assert "exact_mach is not a built-in: did you mean exact_match?" in refusal("exact_mach")
-    assert "path/to/file.py:function" in refusal("rules")
-    assert "known are exact_match, numeric_answer" in refusal("zzz")
-
-
-def test_no_such_file_or_module(tmp_path: Path) -> None:
-    assert f"there is no file {tmp_path / 'absent.py'}" in refusal(f"{tmp_path}/absent.py:f")
-    assert "there is no module absent_package: install it" in refusal("absent_package.rules:f")
-    assert "there is no module hybrid_grpo.absent" in refusal("hybrid_grpo.absent:f")
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("exact_mach", "exact_mach is not a built-in: did you mean exact_match?"),
+        ("rules", "path/to/file.py:function"),
+        ("zzz", "known are exact_match, numeric_answer"),
+        ("countdown", "is not a built-in: data.task gym/countdown has the puzzles"),
+        ("/absent.py:f", "there is no file /absent.py"),
+        ("absent_package.rules:f", "there is no module absent_package: install it"),
+        ("hybrid_grpo.absent:f", "there is no module hybrid_grpo.absent"),
+        ("builtins:max", "wrap it in a `def`"),
+    ],
+)
+def test_what_there_is_not_is_named(function: str, said: str) -> None:
+    assert said in refusal(function)
 
 
 def test_a_file_without_a_function_s_name(rules: Path) -> None:
@@ -236,10 +228,6 @@ def test_a_function_object_may_raise_be_awaited_or_be_slow() -> None:
     scores = rewards.score(*rows("ab"))
     assert scores.by_function["doubles"].tolist() == [4.0]
     assert [statuses(scores, name) for name in ("raises", "is_slow")] == [["failed"], ["timed_out"]]
-
-
-def test_an_object_without_a_signature() -> None:
-    assert "wrap it in a `def`" in refusal("builtins:max")
 
 
 def test_a_batch_size_that_is_none(tmp_path: Path) -> None:

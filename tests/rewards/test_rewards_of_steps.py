@@ -74,23 +74,11 @@ def test_steps_of_two_functions_with_one_end_are_added_up():
 @pytest.mark.parametrize(
     "value",
     [
-        [(0, 1.0)],
-        [(4, 1.0)],
-        [(2, 1.0), (2, 1.0)],
-        [(2, 1.0), (1, 1.0)],
-        [(1.0, 1.0)],
-        [(True, 1.0)],
-        [(1, math.nan)],
-        [(1, -2e15)],
-        [(1, "1")],
-        [(1, 1.0, 1.0)],
-        [1.0],
-        ["ab"],
-        [("0", 1.0), (1, 1.0)],
-        [("0", math.nan)],
+        [(0, 1.0)], [(4, 1.0)], [(2, 1.0), (2, 1.0)], [(2, 1.0), (1, 1.0)], [(1.0, 1.0)], [(True, 1.0)], [(1, "1")],
+        [(1, -2e15)], [(1, math.nan)], [(1, 1.0, 1.0)], [1.0], ["ab"], [("0", 1.0), (1, 1.0)], [("0", math.nan)],
         [(b"0", 1.0)],
     ],
-)
+)  # fmt: skip
 def test_what_are_no_steps_is_a_failure(capfd, value):
     _, scores = scored([[(1, 1.0)], value], lengths=[2, 3])
     assert statuses(scores, "f0") == ["scored", "failed"] and scores.reward_B.isnan().tolist() == [False, True]

@@ -51,12 +51,6 @@ def test_numeric_answer_wrong(completion: str, answer: object) -> None:
     assert numeric_answer(chats(completion), [answer]) == [0.0]
 
 
-def test_numeric_answer_reads_the_last_number_only_when_asked() -> None:
-    assert numeric_answer(["9 eggs make 18."], [GSM8K], last_number=True) == [1.0]
-    assert numeric_answer(["#### 17\nnot 18"], [GSM8K], last_number=True) == [0.0]
-    assert numeric_answer(["18 eggs make 9."], [GSM8K], last_number=True) == [0.0]
-
-
 def test_numeric_answer_does_not_apply_without_an_answer_and_refuses_one_that_is_no_number() -> None:
     assert numeric_answer(["#### 1", "#### 1"], [None, 1]) == [None, 1.0]
     for gold in ("x^2", "", math.nan, True, "#### none"):

@@ -10,13 +10,9 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 
 TEXTS = [
-    "First, 3 + 4 = 7.\n\nSo the answer is 7.",
-    "the the  the   the\n",
+    "First, 3 + 4 = 7.\n\nSo the answer is 7.", "the the  the   the\n", " a leading space", "don't , stop .", "x",
     "größer als 漢字 und 🙂🙂 zugleich, naïve",
-    " a leading space",
-    "don't , stop .",
-    "x",
-]
+]  # fmt: skip
 
 
 TOKENIZERS = {

@@ -288,14 +288,8 @@ def reward_model(
     sigmoid: bool = False,
     zero_stage: Literal[0, 3] = 0,
 ) -> list[float]:
-    """Score prompts with their completions by a sequence classifier of transformers.
-
-    If the model has one label, a score is its logit; if it has two, a score is the second logit minus the first, the
-    log-odds of the second label. A score does not depend on what else is in the batch. A model that sees reads the
-    prompts' pictures too.
-
-    The settings are those of docs/rewards/models.md. Raises ValueError like `RewardModel` and `RewardModel.row`.
-    """
+    """Score prompts with their completions by a sequence classifier of transformers; docs/rewards/models.md has the
+    settings, and what a score is. Raises ValueError like `RewardModel` and `RewardModel.row`."""
     settings = checked_settings(
         RewardModelSettings, model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage
     )

@@ -52,12 +52,10 @@ async def judge(
     trainer_state: object = None,
     **row_columns: list[Any],
 ) -> list[float | None]:
-    """The judge's scores of B completions, from 0.0 to 1.0; NaN for a completion that could not be judged.
-
-    Settings are those of docs/rewards/remote.md; with `relative`, a call has all completions of a prompt. `log_extra`
-    receives the judge's `reasons`, and the `tokens` that it read and wrote for each completion. Raises ValueError if a
-    setting is invalid or the data lacks `reference_column`, and RuntimeError if no completion could be judged.
-    """
+    """The judge's scores of B completions, from 0.0 to 1.0; NaN for a completion that could not be judged. Settings are
+    those of docs/rewards/remote.md; with `relative`, a call has all completions of a prompt. `log_extra` receives the
+    judge's `reasons`, and the `tokens` that it read and wrote for each completion. Raises ValueError if a setting is
+    invalid or the data lacks `reference_column`, and RuntimeError if no completion could be judged."""
     address = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
     settings = checked_settings(Connection, address, token_env, timeout_s, retries, backoff_s, max_connections)
     if not prompts:

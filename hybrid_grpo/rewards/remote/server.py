@@ -38,12 +38,10 @@ _GRACE_S = 10
 def application(
     path: str, answer: Callable[[Any], Any], config: ServeOptionsConfig, token: str | None = None
 ) -> Starlette:
-    """Return an application that answers POST requests to `path` and GET requests to /health.
-
-    `answer` maps parsed JSON to a value that can be written as JSON, in several threads at once. An HTTPException that
-    it raises becomes the response; any other exception is printed and becomes a 500. Requests must carry the bearer
-    `token` or, if it is None, name this machine as their Host.
-    """
+    """Return an application that answers POST requests to `path` and GET requests to /health. `answer` maps parsed JSON
+    to a value that can be written as JSON, in several threads at once. An HTTPException that it raises becomes the
+    response; any other exception is printed and becomes a 500. Requests must carry the bearer `token` or, if it is
+    None, name this machine as their Host."""
     return Starlette(
         routes=[Route(path, _Endpoint(answer, config, token).post, methods=["POST"]), Route("/health", _health)],
         exception_handlers={HTTPException: _refusal, ClientDisconnect: _nobody},

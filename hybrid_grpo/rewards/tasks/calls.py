@@ -29,10 +29,9 @@ def function_calls(
     A completion is a list of calls as in Python, `[f(a=1), g(b="x")]`, or has calls as Hermes and Qwen write them,
     `<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>`. Anything else makes no call.
 
-    Args:
-        function: [B], JSON text: the functions, each with its name and the JSON schema of its parameters.
-        ground_truth: [B], JSON text: for each call `{name: {argument: [value, ...]}}`, of which any value is right; an
-            argument with the value "" may be left out. None, in rows of other sources, gives None.
+    Both columns are JSON text: `function` has the functions, each with its name and the schema of its parameters, and
+    `ground_truth` has `{name: {argument: [value, ...]}}` for each call, of which any value is right; an argument with
+    the value "" may be left out. None, in rows of other sources, gives None.
     """
     calls = list(map(calls_of, completion_texts(completions)))
     if log_extra is not None:

@@ -13,12 +13,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 def gym_answer(
     completions: Completions, generator: list[str], problem: list[str], log_extra: LogExtra | None = None
 ) -> list[float | None]:
-    """The generator's score of the completion's answer, 1.0 if it is right; some give parts of it.
-
-    The answer is what stands in the last `<answer> </answer>`; without this tag in the last `\\boxed{}`; without
-    either, if the right answer is a number, the last number of the completion, and else its last line. None if
-    `problem` is None, as in rows of other sources.
-    """
+    """The generator's score of the completion's answer, 1.0 if it is right; some give parts of it. `stated` finds the
+    answer. None if `problem` is None, as in rows of other sources."""
     read = [None if of is None else ast.literal_eval(of) for of in problem]
     texts = completion_texts(completions)
     answers = [of and stated(text, of["answer"]) for text, of in zip(texts, read, strict=True)]
@@ -31,7 +27,8 @@ def gym_answer(
 
 
 def stated(text: str, right: str | None) -> str:
-    """Return the answer that a completion states; see `gym_answer`."""
+    r"""Return what stands in the last `<answer> </answer>`; without this tag in the last `\boxed{}`; without either, if
+    the right answer is a number, the last number of the text, and else its last line."""
     if tags := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         return str(tags[-1]).strip()
     if boxes := re.findall(r"\\boxed\{([^{}]*)\}", text):

@@ -26,21 +26,15 @@ def reward(program: str, tests: object = SQUARES, entry_point: str | None = None
 @pytest.mark.parametrize(
     "program, expected",
     [
-        (RIGHT, 1.0),
-        ("def square(x):\n    return abs(x) * x", 0.75),
-        ("def square(x):\n    return 4", 0.25),
-        ("def square(x):\n    return None", 0.0),
-        ("def square(x):\n    return x *", 0.0),
-        ("def cube(x):\n    return x", 0.0),
-        ("", 0.0),
-        ("def square(x):\n    while x == 0: pass\n    return x * x", 0.75),
+        (RIGHT, 1.0), ("def square(x):\n    return abs(x) * x", 0.75), ("def square(x):\n    return 4", 0.25),
+        ("def square(x):\n    return None", 0.0), ("def square(x):\n    return x *", 0.0), ("", 0.0),
+        ("def cube(x):\n    return x", 0.0), ("def square(x):\n    while x == 0: pass\n    return x * x", 0.75),
         ("def square(x):\n    print('noise')\n    return x * x\nprint('more')", 1.0),
-        ("def größe(x): return x * x  # 平方 🎉\nsquare = größe", 1.0),
-        ("# \ud800\n" + RIGHT, 0.0),
+        ("def größe(x): return x * x  # 平方 🎉\nsquare = größe", 1.0), ("# \ud800\n" + RIGHT, 0.0),
         ("square = lambda x: x * x\nif __name__ == '__main__': raise ValueError", 1.0),
         ("import threading\ndef square(x):\n    threading.Thread(target=print).start()\n    return x * x", 0.0),
     ],
-)
+)  # fmt: skip
 def test_share_and_all(program: str, expected: float) -> None:
     assert reward(program, timeout_s=2.0) == expected
     assert reward(program, timeout_s=2.0, score="all") == float(expected == 1.0)

@@ -110,6 +110,7 @@ def test_openrlhf_s_question(server):
     assert status == 200
     assert answer["rewards"] == answer["scores"] == [2.0 + 1 + 0.1 * 4, 1 + 0.1]
     assert answer["extra_logs"] == {"exact_match": [1.0, 0.0], "moody": [1.4, 1.1]}
+    assert server.ask({"query": [], "labels": []})[1]["rewards"] == []
 
 
 def test_remote_gets_what_local_functions_give(server, folder, monkeypatch):
@@ -136,10 +137,6 @@ def test_a_failure_is_null_with_its_reason(server):
     assert answer["extra_logs"] == {"exact_match": [1.0, 1.0], "moody": [1.0, None], "errors": [None, "moody failed"]}
     with pytest.raises(RuntimeError, match="failed: moody failed"):
         asyncio.run(remote(["p"], ["boom"], [[]], url=server.url, format="full", answer=["x"]))
-
-
-def test_a_question_without_rows_has_an_answer_without_rewards(server):
-    assert server.ask({"query": [], "labels": []})[1]["rewards"] == []
 
 
 REFUSED = {
