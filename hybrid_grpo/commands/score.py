@@ -137,10 +137,8 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     notes = [f"the run's weighted sum also has {', '.join(absent)}, which this command did not call"] if absent else []
     for note in notes + [f"{name}: first failure at {where}" for name, where in first_failures.items()]:
         console.print(note, markup=False, soft_wrap=True)
-    refuse(
-        all(value_B.isnan().all() for value_B in scores.by_function.values()),
-        "rewards: nothing could be scored: no function gave a number for any completion",
-    )
+    is_nothing = all(value_B.isnan().all() for value_B in scores.by_function.values())
+    refuse(is_nothing, "rewards: nothing could be scored: no function gave a number for any completion")
 
 
 def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
