@@ -16,6 +16,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -125,17 +126,30 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     if on_terminal and written > _LINES_ON_TERMINAL:
         console.print(f"{written - _LINES_ON_TERMINAL} more lines are not shown: set score.output, or use a pipe")
     rewards.unread.report()
-    scores = reduce(Scores.joined, everything)
-    table = {name: _summary(scores, name, calls[name]) for name in rewards.names}
+    notes = [f"{name}: first failure at {where}" for name, where in first_failures.items()]
+    _print_summary(console, reduce(Scores.joined, everything), calls, before, config.eval.threshold, notes)
+
+
+def _print_summary(
+    console: Console,
+    scores: Scores,
+    calls: dict[str, list[Future[Reply]]],
+    before: list[Line],
+    threshold: float,
+    notes: list[str],
+) -> None:
+    """Print what each function gave, beside its rewards `before`. Raises UserError if nothing was scored."""
+    table = {name: _summary(scores, name, own) for name, own in calls.items()}
     if before:
         for name, value_B in (*scores.by_function.items(), ("weighted sum", scores.reward_B)):
             # A function that the run does not have is compared with the run's weighted sum.
             were = [saved["rewards"].get(name, saved["reward"]) for saved in before]
-            table.setdefault(name, {}).update(_compared(were, value_B.tolist(), config.eval.threshold))
+            table.setdefault(name, {}).update(_compared(were, value_B.tolist(), threshold))
     console.print(_table(table))
     absent = dict.fromkeys(name for saved in before for name in saved["rewards"] if name not in scores.by_function)
-    notes = [f"the run's weighted sum also has {', '.join(absent)}, which this command did not call"] if absent else []
-    for note in notes + [f"{name}: first failure at {where}" for name, where in first_failures.items()]:
+    if absent:
+        notes = [f"the run's weighted sum also has {', '.join(absent)}, which this command did not call", *notes]
+    for note in notes:
         console.print(note, markup=False, soft_wrap=True)
     is_nothing = all(value_B.isnan().all() for value_B in scores.by_function.values())
     refuse(is_nothing, "rewards: nothing could be scored: no function gave a number for any completion")
