@@ -46,7 +46,7 @@ SECONDS = 90.0
 EXACT, REORDERED, AMPLIFIED = 1e-5, 1e-4, 5e-4
 """Bounds of the relative difference of a gradient; the second where sums over experts, over the streams of Gemma 3n, or
 in layers with a state are rounded in another order; the third where experts follow such layers (with chunks of another
-size, transformers' own gradients change by up to 3e-4), and for Gemma 4's embeddings of layers (6e-5 between any two)."""
+size, transformers' own gradients change by up to 3e-4), and with Gemma 4's embeddings of layers (6e-5)."""
 PAGE = ROOT / "benchmarks/results/architectures.md"
 
 

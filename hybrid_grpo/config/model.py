@@ -36,7 +36,8 @@ class PolicyConfig:
     installed, and torch's otherwise. `auto` is `packed` for architectures that allow it, and `sdpa` for others. The
     other values are transformers' implementations, on padded rows (flash_attention_2 needs the extra `flash`)."""
     shared_prefix: Annotated[Literal["auto", "on", "off"], MAY_CHANGE] = "auto"
-    """With `packed`, compute the prompt of a group only once in training too, as in sampling. The result is exact;
+    """With `packed`, compute what rows begin with only once in training too, as in sampling: the prompt of a group, and
+    pieces of 64 tokens or more that histories of an agent have in common. The result is exact;
     `auto` does so if it saves time."""
     routing: Literal["auto", "replay", "free"] = "auto"
     """In a mixture of experts, `replay` makes training use the experts that each token used while it was sampled (R3,

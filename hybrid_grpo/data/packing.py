@@ -87,13 +87,19 @@ def _in_common(rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
     before, before_prompt = list[int](), 0
     for row in rows:
         ids, prompt = row.ids, len(row.prompt)
-        low, high = 0, min(len(before), len(ids))
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if before[low:middle] == ids[low:middle] else (low, middle - 1)
-        found.append((low, prompt if prompt == before_prompt and prompt <= low else 0))
+        common = begin_alike(before, ids)
+        found.append((common, prompt if prompt == before_prompt and prompt <= common else 0))
         before, before_prompt = ids, prompt
     return found
+
+
+def begin_alike(one: list[int], other: list[int]) -> int:
+    """Return the number of tokens with which two texts begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:

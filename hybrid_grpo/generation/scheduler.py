@@ -124,7 +124,8 @@ class Scheduler:
             if entries % self.cache.page:
                 source.append(group.pages[-1])
                 target += own
-            sequence.pages, sequence.state = whole + own, group.state
+            sequence.pages, sequence.state, sequence.known = whole + own, group.state, group.known
+            group.known = entries
             sequence.position = entries
             self.active.append(sequence)
             admitted.append(sequence)

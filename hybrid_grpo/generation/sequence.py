@@ -143,6 +143,8 @@ class Sequence:
     """Whether the turn has ended and has not been answered yet."""
     state: int = -1
     """Row of the cache's states that the sequence begins or continues from when it gets a slot."""
+    known: int = 0
+    """Number of its first tokens that were in the pages of others when it got a slot."""
     recorded: np.ndarray | None = None
     """What the cache recorded for its tokens when it lost its pages, [tokens, ...]."""
     position_offset: int = 0

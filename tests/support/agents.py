@@ -77,6 +77,15 @@ async def writes_tokens(task, client):
     return float(count)
 
 
+async def branches(task, client):
+    """Begin again with what has been read, up to the end of a page, and to the middle of one."""
+    first = [5, 6, 7, 8] * 24
+    for ids in (first, first[:64] + [9] * 40, first[:80] + [10] * 40):
+        body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 5}}
+        await client.post("/../inference/v1/generate", body=body, cast_to=object)
+    return 1.0
+
+
 def waits(task, client):
     """An agent without async, whose client streams."""
     text = ""

@@ -134,6 +134,16 @@ def test_others_ways_to_ask(how, tmp_path):
 
 
 @pytest.mark.process
+def test_what_is_read_again_is_counted():
+    """Of 104 and 120 tokens two pages of 32 are known, and 16 of the latter had been read besides."""
+    played = agents_of("branches")
+    [completion], _ = sampled(played, model_of("llama", played[1]), agents.rows(["talks"]), size=1)
+    assert completion.histories == (0, 1, 2)
+    rollout = SimpleNamespace(completions=[completion])
+    assert played[0].numbers(rollout)["agent/read_again_frac"] == (16 / 192, 192)
+
+
+@pytest.mark.process
 def test_limits_end_an_episode_as_cut():
     for limits in ({"max_turns": 2}, {"max_completion_tokens": 12}, {"max_total_tokens": 90}):
         played = agents_of("acts", **limits)

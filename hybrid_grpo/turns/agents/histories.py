@@ -29,6 +29,8 @@ class History:
     """The tools that the chat began with, as JSON."""
     begins_with: list[int] = field(default_factory=list)
     """What its first turn reads."""
+    repeats: int = 0
+    """With how many of these another history of the episode began, or had become."""
     chat: list[Message] = field(default_factory=list)
     """Empty if the agent writes tokens."""
     ask: Ask | None = None

@@ -23,6 +23,7 @@ from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.data.completion import Completion, Prompt
+from hybrid_grpo.data.packing import begin_alike
 from hybrid_grpo.data.prompts import TRUSTED
 from hybrid_grpo.distributed.workers.calls import Call, Reply
 from hybrid_grpo.distributed.workers.pool import Pool
@@ -82,6 +83,8 @@ class Agents:
         """Kinds of failures that have been printed."""
         self._ended: list[tuple[float, bool]] = []
         self._waited_s = 0.0
+        self._read = self._read_again = 0
+        """Tokens of histories that were read since the last call of `numbers`."""
 
     # What a run asks of whoever answers turns.
 
@@ -96,11 +99,13 @@ class Agents:
         """Return metrics of a rollout's episodes, with seconds counted since the previous call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         ended, self._ended = self._ended, []
+        (again, tokens), self._read_again, self._read = (self._read_again, self._read), 0, 0
         histories = [len(completion.histories) for completion in rollout.completions if completion.histories]
         return {
             "time/tool_wait_s": (waited_s, 1),
             "agent/seconds": (sum(seconds for seconds, _ in ended) / max(len(ended), 1), len(ended)),
             "agent/failed_frac": (sum(failed for _, failed in ended) / max(len(ended), 1), len(ended)),
+            "agent/read_again_frac": (again / max(tokens, 1), tokens),
             "agent/histories": (sum(histories) / max(len(histories), 1), len(histories)),
         }
 
@@ -230,7 +235,8 @@ class Agents:
             alike = sum(h.begins_with == new for h in play.histories + play.dropped)
             key, most = stream_key(play.key, *new, alike), config.max_completion_tokens
             of = Sequence(play.request, play.sample, key, [], 0, most, max_total_tokens=play.longest)
-            history = History(play, of, tools, new)
+            repeats = max((begin_alike(new, h.sequence.tokens) for h in play.histories), default=0)
+            history = History(play, of, tools, new, repeats)
         read = len(history.sequence.tokens) + len(new)
         _refuse_long(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history")
         history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
@@ -325,6 +331,8 @@ class Agents:
         """See `Turns`."""
         history = self._sampling.pop(key)
         play, history.completion = history.play, completion
+        self._read += len(history.sequence.tokens) - len(completion.token_ids) - history.sequence.known
+        self._read_again += max(0, history.repeats - history.sequence.known)
         if play.outcome is None or any(h.completion is None for h in play.histories + play.dropped):
             return None
         play.completion = joined(play, play.outcome, self._reward)
