@@ -52,9 +52,8 @@ def tried(bench: Bench, case: str, break_it: Callable[..., Entry], arguments: tu
         entry = {"case": case, "passed": False, "why": str(error)}
     entry["seconds"] = round(time.monotonic() - start, 1)
     shutil.rmtree(bench.folder / name, ignore_errors=True)
-    print(
-        f"{'ok  ' if entry['passed'] else 'FAIL'} {entry['seconds']:6.1f} s  {case}  {entry.get('why', '')}", flush=True
-    )
+    word = "ok  " if entry["passed"] else "FAIL"
+    print(f"{word} {entry['seconds']:6.1f} s  {case}  {entry.get('why', '')}", flush=True)
     return entry
 
 
@@ -338,9 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = vars(parser.parse_args(arguments))
-    chosen = {name: options[name] for name in PARTS if options[name] is not None} or {
-        n: c for n, (_, c) in PARTS.items()
-    }
+    chosen = {name: options[name] for name in PARTS if options[name] is not None}
+    chosen = chosen or {name: number for name, (_, number) in PARTS.items()}
     result: dict[str, Any] = {name: [] for name in PARTS}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder).resolve(), options["seed"])

@@ -70,18 +70,14 @@ def _chatml(chat: list[Row], begin: str = "") -> str:
         return f"<|im_start|>{turn['role']}\n{turn['content']}{calls}<|im_end|>\n"
 
     text = begin + "".join(map(of, chat))
-    return _continued(text, "<|im_end|>\n") if chat[-1]["role"] == "assistant" else f"{text}<|im_start|>assistant\n"
-
-
-def _continued(text: str, end: str) -> str:
-    return text.removesuffix(end)
+    return text.removesuffix("<|im_end|>\n") if chat[-1]["role"] == "assistant" else f"{text}<|im_start|>assistant\n"
 
 
 def _strict(chat: list[Row]) -> str:
     if chat[0]["role"] == "system":
         return REFUSED
     turns = [f"[INST] {m['content']} [/INST]" if m["role"] == "user" else f"{m['content']}</s>" for m in chat]
-    return _continued("<s>" + "".join(turns), "</s>")
+    return f"<s>{''.join(turns)}".removesuffix("</s>")
 
 
 TEMPLATES: dict[str, Callable[[list[Row]], str]] = {
@@ -107,26 +103,16 @@ def _table(rows: list[Row], path: Path, write: Callable[[Any], str], separator: 
     return str(path)
 
 
-def _array(rows: list[Row], folder: Path) -> str:
-    (folder / "rows.json").write_text(json.dumps(rows, indent=2, ensure_ascii=False), encoding="utf-8")
-    return str(folder / "rows.json")
-
-
 def _shards(rows: list[Row], folder: Path) -> str:
     (folder / "shards").mkdir()
     for number, row in enumerate(rows):
         _lines([row], folder / "shards" / f"train-{number}.jsonl")
-    return str(folder / "shards")
+    return str(folder / "shards" / "*.jsonl")
 
 
-def _parquet(rows: list[Row], folder: Path) -> str:
-    _dataset(rows).to_parquet(str(folder / "rows.parquet"))
-    return str(folder / "rows.parquet")
-
-
-def _saved(rows: list[Row], folder: Path) -> str:
-    _dataset(rows).save_to_disk(str(folder / "saved"))
-    return str(folder / "saved")
+def _written(path: Path, write: Callable[[Path], Any]) -> str:
+    write(path)
+    return str(path)
 
 
 def _dataset(rows: list[Row]) -> Any:
@@ -139,13 +125,15 @@ def _dataset(rows: list[Row]) -> Any:
 CONTAINERS: dict[str, Callable[[list[Row], Path], Any]] = {
     "jsonl": lambda rows, folder: _lines(rows, folder / "rows.jsonl"),
     "jsonl_of_windows": lambda rows, folder: _lines(rows, folder / "rows.ndjson", "\r\n", "\ufeff"),
-    "array": _array,
+    "array": lambda rows, folder: _written(
+        folder / "rows.json", lambda path: path.write_text(json.dumps(rows, indent=2, ensure_ascii=False), "utf-8")
+    ),
     "csv": lambda rows, folder: _table(rows, folder / "rows.csv", json.dumps),
     "csv_of_pandas": lambda rows, folder: _table(rows, folder / "rows.csv", repr),
     "tsv": lambda rows, folder: _table(rows, folder / "rows.tsv", json.dumps, "\t"),
-    "parquet": _parquet,
-    "saved": _saved,
-    "pattern": lambda rows, folder: str(Path(_shards(rows, folder)) / "*.jsonl"),
+    "parquet": lambda rows, folder: _written(folder / "rows.parquet", _dataset(rows).to_parquet),
+    "saved": lambda rows, folder: _written(folder / "saved", _dataset(rows).save_to_disk),
+    "pattern": _shards,
     "list": lambda rows, folder: rows,
     "dataset": lambda rows, folder: _dataset(rows),
 }
@@ -162,11 +150,9 @@ def right(kind: str, container: str, model: str) -> list[str] | str:
         return "not tried"  # other templates leave out calls
     begin = "<s>" if model in ("bos", "strict") else ""
     texts = [begin + p if isinstance(p, str) else TEMPLATES[model](p) for p in prompts if p != REFUSED]
-    return (
-        REFUSED
-        if REFUSED in texts or REFUSED in prompts
-        else [f"{text}2{_ENDS.get(model, '<|im_end|>')}" for text in texts]
-    )
+    if REFUSED in texts or REFUSED in prompts:
+        return REFUSED
+    return [f"{text}2{_ENDS.get(model, '<|im_end|>')}" for text in texts]
 
 
 def variations(folder: Path, read: Callable[[Any, str], list[str] | str]) -> Iterator[tuple[str, str]]:

@@ -28,6 +28,7 @@ import os
 import shlex
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -35,6 +36,13 @@ from typing import Any
 
 from step import SIDES, Worker, measured_on, set_accelerator, trl_environment
 from step_workloads import REAL, letters, real
+
+from hybrid_grpo.config import PolicyConfig, TrainConfig
+from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.generation.rollout import attention_of, complete
+from hybrid_grpo.model.loading import load_model
+from hybrid_grpo.policy import learning_rate
+from hybrid_grpo.run.inputs import RunInputs
 
 LEARNED = {"letters": letters, "ragged": partial(letters, ragged=True), "real": real}
 LEARNED |= {problems: partial(real, problems=problems) for problems in REAL}
@@ -45,20 +53,11 @@ class Evaluation:
     """Greedy accuracy on the held-out prompts of a configuration."""
 
     def __init__(self, arguments: list[str]) -> None:
-        from hybrid_grpo.config import TrainConfig
-        from hybrid_grpo.config.parsing import parse
-        from hybrid_grpo.run.inputs import RunInputs
-
         self.config = parse(TrainConfig, arguments, "train").config
         self.task = RunInputs.read(self.config)
 
     def accuracy(self, weights: Path | str) -> float:
         """Greedy accuracy of the model in a folder."""
-        from dataclasses import replace
-
-        from hybrid_grpo.generation.rollout import attention_of, complete
-        from hybrid_grpo.model.loading import load_model
-
         rollout, task, held_out = self.config.rollout, self.task, self.task.eval_sets[0]
         model = load_model(replace(self.config.policy, model=str(weights)), attention_of(rollout.decoder)).eval()
         requests = held_out.requests(held_out.prompts)
@@ -68,9 +67,6 @@ class Evaluation:
 
 def learning_rates(config: dict[str, Any]) -> list[float]:
     """Of every optimizer step of a run."""
-    from hybrid_grpo.config import PolicyConfig
-    from hybrid_grpo.policy import learning_rate
-
     updates = config["run"]["steps"] * config["grpo"]["num_iterations"] * config["grpo"]["num_minibatches"]
     return [learning_rate(PolicyConfig(**config["policy"]), update, updates) for update in range(updates)]
 
@@ -88,18 +84,10 @@ def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, 
     start = {"completions": 0, "seconds": 0.0, "accuracy": evaluation.accuracy(spec["config"]["policy"]["model"])}
     found: dict[str, dict[str, Any]] = {side: {"steps": [], "evaluations": [start]} for side in arguments.sides}
     with ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                Worker(
-                    side,
-                    SIDES["hybrid" if side == "settings" else side],
-                    {**(changed if side == "settings" else spec), "learning_rates": rates},
-                    arguments.trl_python,
-                    folder,
-                )
-            )
-            for side in arguments.sides
-        ]
+        specs = {"settings": (SIDES["hybrid"], {**changed, "learning_rates": rates})}
+        specs |= {side: (SIDES[side], {**spec, "learning_rates": rates}) for side in ("hybrid", "trl")}
+        python = arguments.trl_python
+        workers = [stack.enter_context(Worker(side, *specs[side], python, folder)) for side in arguments.sides]
         for worker in workers:
             worker.answer()
         for done in range(0, arguments.steps, arguments.every):

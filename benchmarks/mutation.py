@@ -44,8 +44,7 @@ TESTS = ("grpo", "turns", "run", "model", "data", "generation", "features", "rew
 """Folders of tests; top-level tests are included too, except those of pages and scripts."""
 TOP = ("engine", "gpu_start", "policy", "trainer")
 NO_MORE_S = 60.0
-"""Seconds, without a fault, of the tests that start no process, for one fault."""
-SLOW_NO_MORE_S = 60.0
+"""The most seconds, without a fault, of the tests for one: of those that start no process, and again of the others."""
 LAST = "test_bad_inputs"
 """Parts of names of tests that are many, and end before a model is loaded."""
 WARM = (
@@ -128,11 +127,6 @@ def _deadline(running: Path) -> float:
     return math.inf
 
 
-def _adopt_orphans() -> None:
-    """Processes that tests leave become children of this process, which can end them."""
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-
-
 def _end_children() -> None:
     import psutil
 
@@ -158,7 +152,8 @@ class Slots:
         copy = self._free.pop()
         if not (pid := os.fork()):
             try:
-                _adopt_orphans()
+                # Processes that tests leave become children of this process, which can end them.
+                ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
                 signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
                 task(copy)
             except Exception:
@@ -251,7 +246,7 @@ def chosen(tests: Entry, file: str, lines: tuple[int, int]) -> list[str]:
         of_file = test.split("::")[0]
         seconds += known[test]["seconds" if of_file in begun else "longest"]
         begun.add(of_file)
-        if taken and seconds > (SLOW_NO_MORE_S if known[test]["slow"] else NO_MORE_S):
+        if taken and seconds > NO_MORE_S:
             break
         taken.append(test)
     return taken

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "training_scripts"))
+from plan_gpus import MODELS, ROOT
+from step_workloads import save_model
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,7 @@ CASES = {
         ranks=2,
     ),
     "gpu": Case(
-        {
-            **{"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28},
-            **{"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-        },
+        MODELS["Qwen2.5-1.5B"],
         {"engine.zero_stage": 3, "policy.gradient_checkpointing": True, "rollout.prompts_per_step": 16},
         prompt=512,
         completion=1024,
@@ -83,18 +79,7 @@ CASES = {
 
 def make(case: Case, folder: Path) -> list[str]:
     """Model and data in `folder`, and the command line of a run."""
-    import torch
-    from letters_task import make_tokenizer
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    sizes = dict(case.model)
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, **ids, max_position_embeddings=4096)
-    dtype = torch.bfloat16 if case.on_gpu else torch.float32
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_model(folder, case.model, "bfloat16" if case.on_gpu else "float32")
     # Each another: a micro-batch computes the same prompt once.
     rows = [{"prompt": letter * case.prompt, "answer": "a"} for letter in "abcdefghijklmnop"]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

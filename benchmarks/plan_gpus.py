@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,49 +38,20 @@ GPUS = {"24": "rtx4090", "40": "a100-40gb", "80": "h100", "141": "h200"}
 RANKS = (1, 2, 4, 8)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The values of a model's config.json, and the parameter count of its card."""
-
-    kind: str
-    billions: float
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    tied: bool
-    head_dim: int = 128
-
-    @property
-    def config(self) -> Any:
-        """As transformers loads it."""
-        return AutoConfig.for_model(
-            self.kind,
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocabulary,
-            tie_word_embeddings=self.tied,
-            max_position_embeddings=8192,
-        )
-
-
-def _shape(name: str) -> Shape:
-    given = SHAPES[name]
-    head_dim = given.get("head_dim", given["hidden_size"] // given["num_attention_heads"])
-    names = "model_type billions hidden_size intermediate_size num_hidden_layers num_attention_heads"
-    values = (given[key] for key in f"{names} num_key_value_heads vocab_size tie_word_embeddings".split())
-    return Shape(*values, head_dim=head_dim)
-
-
+Shape = dict[str, Any]
+"""The values of a model's config.json."""
 _SIZES = {"Qwen2.5": "0.5B 1.5B 3B 7B 14B 32B", "Qwen3": "0.6B 1.7B 4B 8B 14B 32B"}
-MODELS = {f"{family}-{size}": _shape(f"{family}-{size}") for family, sizes in _SIZES.items() for size in sizes.split()}
-MODELS["Llama-3-8B"] = _shape("Meta-Llama-3-8B")
+MODELS: dict[str, Shape] = {
+    f"{family}-{n}": SHAPES[f"{family}-{n}"] for family in _SIZES for n in _SIZES[family].split()
+}
+MODELS["Llama-3-8B"] = SHAPES["Meta-Llama-3-8B"]
+
+
+def model_config(shape: Shape, **changed: Any) -> Any:
+    """A shape as transformers loads it, with some values changed."""
+    values = {"max_position_embeddings": 8192, **shape, **changed}
+    values.pop("billions", None)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def recipe(offload: bool) -> TrainConfig:
@@ -95,10 +66,10 @@ def recipe(offload: bool) -> TrainConfig:
 def sizes_of(shape: Shape, config: TrainConfig, prompt: int) -> Sizes:
     """The sizes of a model from dry runs with two layers and three; of 0.5B they are those of one with all layers."""
     two, three = (
-        measure(config, replace(shape, layers=layers).config, batch_plan(config, 1), prompt, on_gpu=True)
-        for layers in (2, 3)
+        measure(config, model_config(shape, num_hidden_layers=n), batch_plan(config, 1), prompt, on_gpu=True)
+        for n in (2, 3)
     )
-    return with_layers(two, three, shape.layers)
+    return with_layers(two, three, shape["num_hidden_layers"])
 
 
 def with_layers(two: Any, three: Any, layers: int) -> Any:
@@ -130,7 +101,7 @@ def plans(shape: Shape) -> dict[str, Any]:
 
 def fits(plan: Plan) -> bool:
     """Whether every phase has enough memory, with a margin, and the cache has room for enough sequences."""
-    return max(phase.least for phase in plan.phases) <= plan.usable and plan.sequences >= SEQUENCES
+    return plan.lacking is None and plan.sequences >= SEQUENCES
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -170,11 +141,16 @@ def replaced(page: str, rows: str, mark: str = "plan_gpus") -> str:
     return done
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; not given: all")
+def parser_of(doc: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file that the plans are written to")
     parser.add_argument("--docs", type=Path, help="page whose table is replaced")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; not given: all")
     arguments = parser.parse_args()
     seen = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     for name in arguments.models or MODELS:

@@ -56,27 +56,22 @@ def config_of(kind: str) -> TrainConfig:
     return replace(config, policy=plain, engine=engine, lora=lora, rollout=replace(config.rollout, prefill_tokens=None))
 
 
-def plan_of(case: Case, measured: Measured) -> Plan:
-    config = config_of(case.kind)
-    batch = batch_plan(config, case.ranks)
-    return Plan(config, measured(config, batch), batch, PROMPT, of_table(case.gpu), measured=measured)
-
-
 def judged(case: Case, measured: Measured) -> tuple[str, list[str], list[str]]:
     """What the plan says, the settings it names, and the errors in that."""
-    plan = plan_of(case, measured)
+    config = config_of(case.kind)
+    batch = batch_plan(config, case.ranks)
+    plan = Plan(config, measured(config, batch), batch, PROMPT, of_table(case.gpu), measured=measured)
     if plan.lacking is None:
         return "fits", [], ["too full"] * too_full(plan)
     settings = sufficient(plan)
     if settings is None:
         return "does not fit", [], ["overlooked"] * any(p.lacking is None for p in smallest(plan))
-    following = with_settings(plan, named(settings))
-    assert following is not None
-    plan = following
-    if plan.lacking is not None:
+    better = with_settings(plan, named(settings))
+    assert better is not None
+    if better.lacking is not None:
         return "fits with settings", settings, ["does not help"]
     # The search scales the activations of another dry run; here it is made.
-    again = replace(plan, sizes=measured(plan.config, plan.batch))
+    again = replace(better, sizes=measured(better.config, better.batch))
     return "fits with settings", settings, ["too full"] * too_full(again)
 
 
@@ -87,13 +82,8 @@ def too_full(plan: Plan) -> bool:
 def smallest(plan: Plan) -> Iterator[Plan]:
     """The plan with everything small that only costs time, and all combinations of what might take more memory."""
     zero = "engine.deepspeed.zero_optimization"
-    small = named(
-        [
-            *("policy.gradient_checkpointing true", f"policy.micro_batch_tokens {plan.longest // 2}"),
-            *("rollout.max_slots 8", "rollout.prefill_tokens 512"),
-        ]
-    )
-    base = with_settings(plan, small)
+    small = ["policy.gradient_checkpointing true", f"policy.micro_batch_tokens {plan.longest // 2}"]
+    base = with_settings(plan, named([*small, "rollout.max_slots 8", "rollout.prefill_tokens 512"]))
     assert base is not None
     choices = (
         *((None, "engine.offload_optimizer true"), (None, "engine.zero_stage 1", "engine.zero_stage 2")),
@@ -121,8 +111,7 @@ def dry_runs(shape: Shape) -> Measured:
     def of(checkpointing: bool, tokens: int | None, lora: int) -> Sizes:
         config = config_of("LoRA" if lora else "on the GPU")
         policy = replace(config.policy, gradient_checkpointing=checkpointing, micro_batch_tokens=tokens)
-        config = replace(config, policy=policy)
-        return sizes_of(shape, config, PROMPT)
+        return sizes_of(shape, replace(config, policy=policy), PROMPT)
 
     def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
         policy = config.policy
@@ -133,9 +122,8 @@ def dry_runs(shape: Shape) -> Measured:
 
 
 def grid(models: Mapping[str, Measured], gpus: list[str], ranks: tuple[int, ...]) -> Iterator[tuple[Case, Any]]:
-    for model, measured in models.items():
-        for case in itertools.starmap(Case, itertools.product([model], gpus, ranks, KINDS)):
-            yield case, judged(case, measured)
+    for case in itertools.starmap(Case, itertools.product(models, gpus, ranks, KINDS)):
+        yield case, judged(case, models[case.model])
 
 
 def main() -> None:

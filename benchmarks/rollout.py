@@ -27,6 +27,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -41,15 +42,13 @@ ENGINES = ("hybrid", "generate", "generate_batch")
 def reset_peak() -> None:
     """Reset the peak of this process's memory to its present size, if Linux allows it."""
     gc.collect()
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
-def peak_gb() -> float:
-    """Peak resident memory since `reset_peak`, in GB."""
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e9
+def memory_gb(field: str) -> float:
+    """Resident memory in GB, now (`VmRSS`) or its peak since `reset_peak` (`VmHWM`)."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024 / 1e9
 
 
 def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
@@ -71,7 +70,7 @@ def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
             produced = decode()
             if on_gpu:
                 torch.cuda.synchronize()
-            run: dict[str, float] = {"seconds": time.perf_counter() - start, "peak_rss_gb": peak_gb()}
+            run: dict[str, float] = {"seconds": time.perf_counter() - start, "peak_rss_gb": memory_gb("VmHWM")}
         wanted = [n for _, n in workload.rows]
         assert produced == wanted, "completions do not have the lengths forced"
         if on_gpu:

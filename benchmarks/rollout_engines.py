@@ -10,15 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
-from plan_gpus import MODELS, Shape
+from plan_gpus import MODELS, Shape, model_config
 from rollout_workloads import Workload
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -30,10 +29,18 @@ from hybrid_grpo.distributed.hardware import of_device
 from hybrid_grpo.generation import Request, Sampling, Stats, Workspace, generate
 from hybrid_grpo.model.attention import ATTENTION
 
-_SHAPES = {
-    "tiny": Shape("qwen2", 0.0, 256, 1024, 4, 4, 2, 512, tied=True, head_dim=64),
-    **{name: MODELS[f"Qwen2.5-{name.upper()}"] for name in ("0.5b", "1.5b", "7b")},
+TINY: Shape = {
+    **{"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
 }
+TINY_STATES: Shape = {
+    **{**TINY, "model_type": "qwen3_5_text", "head_dim": 64},
+    **{"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
+"""The sizes of TINY, with three layers of Gated DeltaNet to one of attention."""
+_SHAPES = {"tiny": TINY, "tiny-qwen3.5": TINY_STATES}
+_SHAPES |= {size: MODELS[f"Qwen2.5-{size.upper()}"] for size in ("0.5b", "1.5b", "7b")}
 
 Engine = Callable[[Workload], AbstractContextManager[Callable[[], list[int]]]]
 
@@ -41,21 +48,11 @@ Engine = Callable[[Workload], AbstractContextManager[Callable[[], list[int]]]]
 def build_model(shape: str, attention: str, device: str) -> Any:
     """A random model, the same one for every engine: the tiny ones in float32, the others in bfloat16."""
     torch.manual_seed(0)
-    config = tiny_qwen3_5() if shape == "tiny-qwen3.5" else _SHAPES[shape].config
+    config = model_config(_SHAPES[shape])
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     dtype = torch.float32 if shape.startswith("tiny") else torch.bfloat16
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
-
-
-def tiny_qwen3_5() -> Any:
-    """The configuration of a model of the sizes of `tiny`, with three layers of Gated DeltaNet to one of attention."""
-    return AutoConfig.for_model(
-        "qwen3_5_text", vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=4,
-        linear_key_head_dim=64, linear_value_head_dim=64, tie_word_embeddings=True,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-    )  # fmt: skip
 
 
 class Hybrid:
@@ -136,13 +133,10 @@ def transformers_generate(shape: str, device: str) -> Engine:
             assert out.shape[1] - ids.shape[1] == max(lengths)
             return lengths
 
-        yield partial(_in_chunks, chunk, workload.rows, workload.slots)
+        chunks = [workload.rows[k : k + workload.slots] for k in range(0, len(workload.rows), workload.slots)]
+        yield lambda: [n for rows in chunks for n in chunk(rows)]
 
     return engine
-
-
-def _in_chunks(chunk: Callable[[list[Any]], list[int]], items: list[Any], size: int) -> list[int]:
-    return [n for start in range(0, len(items), size) for n in chunk(items[start : start + size])]
 
 
 def generate_batch(shape: str, device: str) -> Engine:

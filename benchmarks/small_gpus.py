@@ -9,12 +9,10 @@ the recipe, and completions too. It takes minutes.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from plan_gpus import MODELS, ROOT, SEQUENCES, sizes_of, summary, write
+from plan_gpus import MODELS, ROOT, fits, parser_of, sizes_of, summary, write
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import batch_plan
@@ -24,9 +22,7 @@ from hybrid_grpo.run.memory.dry_run import Footprint, Sizes
 from hybrid_grpo.run.memory.plan import Plan
 
 RESULTS = ROOT / "benchmarks/results/small_gpus.json"
-SHAPES = {
-    f"Qwen/{name}-Instruct": MODELS[name] for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B")
-}
+SHAPES = {f"Qwen/Qwen2.5-{size}-Instruct": MODELS[f"Qwen2.5-{size}"] for size in ("0.5B", "1.5B", "3B", "7B")}
 WORDS = ("", "offload", "lora", "lora offload")
 CARDS = {
     "24 GB (RTX 3090, RTX 4090, A10G)": ("a10g", "rtx3090", "rtx4090"),
@@ -54,7 +50,7 @@ def fewest(config: TrainConfig, sizes: Sizes, cards: tuple[str, ...]) -> Plan | 
     """The plan on the fewest GPUs of the smallest of the cards, if one or two suffice for all of them."""
     for gpus in (1, 2):
         plans = [plan_of(config, sizes, gpu, gpus) for gpu in cards]
-        if all(plan.lacking is None and plan.sequences >= SEQUENCES for plan in plans):
+        if all(map(fits, plans)):
             return plans[0]
     return None
 
@@ -67,12 +63,11 @@ def plans() -> dict[str, Any]:
                 config = config_of(model, words)
                 sizes = sizes_of(shape, config, config.data.max_prompt_tokens or 0)
             key = f"{model} {words}".strip()
-            config, fits = config_of(model, words), {}
-            for column, cards in CARDS.items():
-                plan = fewest(config, sizes, cards)
-                fits[column] = None if plan is None else summary(plan)
-            results[key] = {"sizes": asdict(sizes), "fits": fits}
-            print(key, [plan and plan["gpus"] for plan in fits.values()], flush=True)
+            config = config_of(model, words)
+            fitting = {column: fewest(config, sizes, cards) for column, cards in CARDS.items()}
+            found = {column: plan and summary(plan) for column, plan in fitting.items()}
+            results[key] = {"sizes": asdict(sizes), "fits": found}
+            print(key, [plan and plan.ranks for plan in fitting.values()], flush=True)
     return results
 
 
@@ -93,10 +88,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="file that the plans are written to")
-    parser.add_argument("--docs", type=Path, help="page whose table is replaced")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     results = plans()
     write(results, table(results), arguments, "small_gpus")
 

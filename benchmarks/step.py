@@ -153,7 +153,7 @@ def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) ->
 
     def worker(side: str) -> Worker:
         stage, foreign = SIDES[side].stage, SIDES[side].foreign
-        spec = job.spec(stage, arguments.threads, arguments.settings, arguments.trl_rows, foreign)
+        spec = job.spec(stage, arguments.threads, arguments.settings, foreign)
         return Worker(side, SIDES[side], spec, arguments.trl_python, folder)
 
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
@@ -253,7 +253,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")
     parser.add_argument("--trl-python", type=Path, help=f"python of an environment with TRL; not given: made in {TRL}")
-    parser.add_argument("--trl-rows", type=int, help="rows of TRL's micro-batches; not given: what our budget takes")
     parser.add_argument("--json", type=Path)
     arguments, arguments.settings = parser.parse_known_args()
     for setting, known in (("workload", JOBS), ("sides", SIDES)):

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from step_worker import Measurement, Positions, Stopwatch, answer, commands, flat, shortened
@@ -58,33 +58,20 @@ def build(arguments: list[str]) -> Trainer:
     return Trainer(config, plan, policy, reference, task, device)
 
 
-@contextmanager
-def forced(lengths: list[list[int]] | None) -> Iterator[None]:
+def forced(lengths: list[list[int]] | None) -> AbstractContextManager[Any]:
     """Within the context, requests have the given lengths, in the order of the data."""
-    if lengths is None:
-        yield
-        return
     plain = generation.generate
 
     def generate(model: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        assert lengths is not None
         limited = [replace(request, limits=group) for request, group in zip(requests, lengths, strict=True)]
         return plain(model, limited, *args, **kwargs)
 
-    generation.generate = generate
-    try:
-        yield
-    finally:
-        generation.generate = plain
+    return nullcontext() if lengths is None else mock.patch.object(generation, "generate", generate)
 
 
 def plain_logprobs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    target_N: Tensor,
-    *,
-    temperature: float,
-    **_: Any,
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, *, temperature: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Like `logprobs.token_logprobs`, but from whole logits."""
     logits_NV = torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float()

@@ -89,9 +89,7 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
     stage = config["engine"]["zero_stage"]
     zero = {
         "zero_optimization": {"stage": stage},
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
+        **dict.fromkeys(("gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto"),
         "gradient_accumulation_steps": "auto",
         "steps_per_print": 10**9,
     }
@@ -106,29 +104,20 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
         # TRL's own default: float32 weights, products in bfloat16.
         bf16=policy["dtype"] == "bfloat16",
         model_init_kwargs={"dtype": "float32", "attn_implementation": attention},
-        gradient_checkpointing=policy["gradient_checkpointing"],
+        **{name: policy[name] for name in ("gradient_checkpointing", "weight_decay", "max_grad_norm")},
+        **{name: rollout[name] for name in ("num_generations", "temperature", "top_k", "top_p", "repetition_penalty")},
+        **{name: grpo[name] for name in ("loss_type", "scale_rewards", "beta", "num_iterations")},
         deepspeed=zero if stage else None,
         per_device_train_batch_size=spec["micro_rows"],
         gradient_accumulation_steps=rows // spec["micro_rows"] // grpo["num_minibatches"],
         steps_per_generation=rows // spec["micro_rows"],
         learning_rate=policy["lr"],
         lr_scheduler_type="constant",
-        weight_decay=policy["weight_decay"],
         adam_beta1=policy["betas"][0],
         adam_beta2=policy["betas"][1],
-        max_grad_norm=policy["max_grad_norm"],
-        num_generations=rollout["num_generations"],
         max_completion_length=rollout["max_completion_tokens"],
-        temperature=rollout["temperature"],
-        top_k=rollout["top_k"],
-        top_p=rollout["top_p"],
-        repetition_penalty=rollout["repetition_penalty"],
-        loss_type=grpo["loss_type"],
-        scale_rewards=grpo["scale_rewards"],
         epsilon=grpo["epsilon_low"],
         epsilon_high=grpo["epsilon_high"],
-        beta=grpo["beta"],
-        num_iterations=grpo["num_iterations"],
         reward_weights=[reward["weight"] for reward in config["rewards"]],
         shuffle_dataset=config["data"]["shuffle"],
         report_to="none",
@@ -136,7 +125,6 @@ def settings(spec: dict[str, Any]) -> GRPOConfig:
         save_strategy="no",
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **json.loads(os.environ.get("TRL_OPTIONS", "{}")),
     )
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rollout import peak_gb, reset_peak
+from rollout import memory_gb, reset_peak
 
 MARK = "step.py: "
 """The prefix of a worker's answers; its other output is for people."""
@@ -83,18 +83,12 @@ class Positions:
             self.count += args[0].numel()
 
 
-def resident_gb() -> float:
-    """Memory resident now, in GB."""
-    with open("/proc/self/status") as status:
-        return int(status.read().split("VmRSS:")[1].split()[0]) * 1024 / 1e9
-
-
 class Measurement:
     """One step from start to end."""
 
     def __init__(self) -> None:
         reset_peak()
-        self.loaded_gb = resident_gb()
+        self.loaded_gb = memory_gb("VmRSS")
         self.on_gpu = torch.cuda.is_available()
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -112,7 +106,7 @@ class Measurement:
         if self.on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.start
-        peak = peak_gb()
+        peak = memory_gb("VmHWM")
         of_gpu = {"peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9} if self.on_gpu else {}
         return {
             "seconds": seconds,

@@ -7,15 +7,15 @@ import string
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from plan_gpus import MODELS, Shape
-from rollout_engines import tiny_qwen3_5
+from plan_gpus import MODELS, ROOT, Shape, model_config
+from rollout_engines import TINY, TINY_STATES
 from rollout_workloads import WORKLOADS as ROLLOUTS
 
 from hybrid_grpo.config import TrainConfig, to_dict
@@ -27,11 +27,7 @@ from hybrid_grpo.data.tasks.gym import gym_task
 from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.model.kernels.build import cache
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "training_scripts"
-
-_SMALL = Shape("qwen2", 0.0, 256, 1024, 4, 4, 2, 512, tied=True, head_dim=64)
-"""The model of `ragged`."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +41,11 @@ class Job:
     lengths: list[list[int]] | None = None
     """[P][G], tokens that each completion is forced to, in the order of the data; None: they end by themselves."""
 
-    def spec(
-        self,
-        stage: int,
-        threads: int,
-        settings: Sequence[str] = (),
-        micro_rows: int | None = None,
-        foreign: bool = False,
-    ) -> dict[str, Any]:
+    def spec(self, stage: int, threads: int, settings: Sequence[str] = (), foreign: bool = False) -> dict[str, Any]:
         """A worker's specification: our command line at a ZeRO stage with more `settings`, and the other side's.
 
-        `micro_rows` are completions of one forward of a trainer that counts rows; None: as many as our budget of tokens
-        takes when all are as long as the longest may be. A `foreign` side has bfloat16 without ZeRO too.
+        Its `micro_rows` are as many completions as our budget of tokens takes when all are as long as the longest may
+        be. A `foreign` side has bfloat16 without ZeRO too.
         """
         arguments = [*self.arguments, "--engine.zero_stage", str(stage or int(foreign)), *settings]
         config = parse(TrainConfig, arguments, "train").config
@@ -72,7 +61,7 @@ class Job:
             "config": told,
             "lengths": self.lengths,
             "threads": threads,
-            "micro_rows": micro_rows or next(n for n in range(fitting, 0, -1) if rows % n == 0),
+            "micro_rows": next(n for n in range(fitting, 0, -1) if rows % n == 0),
         }
 
 
@@ -137,45 +126,22 @@ def real(folder: Path, seed: int = 0, problems: str | None = None) -> Job:
     )
 
 
-def ragged(folder: Path) -> Job:
-    """The workload of the same name of rollout.py, trained on: 16 prompts x 8, median 50 tokens, at most 256."""
-    return _of_rollout(folder, "ragged", _SMALL.config)
-
-
-def ragged_states(folder: Path) -> Job:
-    """`ragged` with a model like Qwen3.5: three layers of Gated DeltaNet to one of attention."""
-    return _of_rollout(folder, "ragged", tiny_qwen3_5())
-
-
-def gpu(folder: Path) -> Job:
-    """Qwen2.5-1.5B on the workload `gpu_ragged`: 32 prompts x 8, median 300 tokens, at most 1,024."""
-    job = _of_rollout(folder, "gpu_ragged", MODELS["Qwen2.5-1.5B"].config, dtype="bfloat16")
-    return replace(job, arguments=[*job.arguments, "--policy.gradient_checkpointing", "true"])
-
-
-def toy(folder: Path) -> Job:
-    """As small as it gets."""
-    return _of_rollout(folder, "toy", replace(_SMALL, layers=1).config)
-
-
-def _of_rollout(folder: Path, name: str, config: Any, dtype: str = "float32") -> Job:
+def _of_rollout(folder: Path, name: str, shape: Shape, dtype: str = "float32", *settings: str) -> Job:
     """A workload of rollout.py, trained on."""
     workload = ROLLOUTS[name]()
     prompts = [len(ids) for ids in workload.prompts]
-    arguments = _forced(folder, prompts, len(workload.lengths[0]), workload.limit, config, dtype)
-    return Job(arguments, max(prompts), workload.lengths)
+    arguments = _forced(folder, prompts, len(workload.lengths[0]), workload.limit, shape, dtype)
+    return Job([*arguments, *settings], max(prompts), workload.lengths)
 
 
 def head(folder: Path) -> Job:
     """The cost of a large vocabulary: 8 sequences of 1,024 tokens, V = 151,936, two layers, in one micro-batch."""
-    arguments = _forced(folder, [64], 8, 960, replace(_SMALL, vocabulary=151_936, layers=2).config)
+    arguments = _forced(folder, [64], 8, 960, {**TINY, "vocab_size": 151_936, "num_hidden_layers": 2})
     return Job([*arguments, "--policy.micro_batch_tokens", "8192"], 64, [[960] * 8])
 
 
-def _forced(
-    folder: Path, prompts: list[int], generations: int, limit: int, config: Any, dtype: str = "float32"
-) -> list[str]:
-    """A random model, and prompts of the given lengths in the letters of the toy, its first 29 tokens."""
+def save_model(folder: Path, shape: Shape, dtype: str) -> None:
+    """Write a random model to `folder/model`, with the tokenizer of the toy, whose letters are its first 29 tokens."""
     from transformers import AutoModelForCausalLM
 
     sys.path.append(str(SCRIPTS))
@@ -183,14 +149,21 @@ def _forced(
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
-    config.bos_token_id, config.eos_token_id, config.pad_token_id = None, tokenizer.eos_token_id, tokenizer.pad_token_id
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a large model takes a while on a CPU
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(model_config(shape, **ids), dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "model")
     del model
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # for the sides, which are other processes
+        torch.cuda.empty_cache()  # for those that train it, which are other processes
     tokenizer.save_pretrained(folder / "model")
+
+
+def _forced(
+    folder: Path, prompts: list[int], generations: int, limit: int, shape: Shape, dtype: str = "float32"
+) -> list[str]:
+    """A random model, and prompts of the given lengths in the letters of the toy."""
+    save_model(folder, shape, dtype)
     random = Random(0)
     rows = [{"prompt": "".join(random.choices(string.ascii_lowercase, k=n))} for n in prompts]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -213,9 +186,11 @@ def _forced(
 JOBS: dict[str, Callable[[Path], Job]] = {
     "letters": letters,
     "real": real,
-    "ragged": ragged,
-    "ragged_states": ragged_states,
+    "ragged": lambda folder: _of_rollout(folder, "ragged", TINY),
+    "ragged_states": lambda folder: _of_rollout(folder, "ragged", TINY_STATES),
     "head": head,
-    "gpu_1.5b": gpu,
-    "toy": toy,
+    "gpu_1.5b": lambda folder: _of_rollout(
+        folder, "gpu_ragged", MODELS["Qwen2.5-1.5B"], "bfloat16", "--policy.gradient_checkpointing", "true"
+    ),
+    "toy": lambda folder: _of_rollout(folder, "toy", {**TINY, "num_hidden_layers": 1}),
 }

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import forks
@@ -212,7 +211,8 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
     # Those of the quickstarts look for GPUs themselves, and find none.
     assert done.stderr.count("gpu.sh: failed: quickstart real;") == 1, done.stderr
     # As quick to make as it is to parse.
-    tiny = replace(step_workloads.MODELS["Qwen2.5-1.5B"], hidden=64, inner=64, layers=1, heads=2, head_dim=32)
+    tiny = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tiny = {**step_workloads.MODELS["Qwen2.5-1.5B"], **tiny}
     monkeypatch.setitem(step_workloads.MODELS, "Qwen2.5-1.5B", tiny)
     calls = [line.split("\x1f")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
     assert len(calls) == 7

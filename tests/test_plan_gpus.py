@@ -94,11 +94,11 @@ def test_the_sizes_behind_these_plans_are_those_of_a_dry_run_today():
 
 def roughly(shape: plan_gpus.Shape) -> Sizes:
     """The sizes of a model by its shapes, since a dry run of every one takes minutes."""
-    count, token = int(shape.billions * 1e9), 2 * (3 * shape.inner + 6 * shape.hidden)
-    kept = Footprint(8192 * 2 * shape.hidden * shape.layers, 1 << 30, 8192 * 3 * token)
-    cached = shape.layers * 2 * 2 * shape.kv_heads * shape.head_dim
-    table = shape.vocabulary * shape.hidden
-    return Sizes(count, count, table, count, shape.vocabulary, cached, kept, token, tokens=8192)
+    hidden, layers, vocabulary = shape["hidden_size"], shape["num_hidden_layers"], shape["vocab_size"]
+    count, token = int(shape["billions"] * 1e9), 2 * (3 * shape["intermediate_size"] + 6 * hidden)
+    kept = Footprint(8192 * 2 * hidden * layers, 1 << 30, 8192 * 3 * token)
+    cached = layers * 2 * 2 * shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
+    return Sizes(count, count, vocabulary * hidden, count, vocabulary, cached, kept, token, tokens=8192)
 
 
 def rough_dry_run(shape: plan_gpus.Shape) -> plan_grid.Measured:
