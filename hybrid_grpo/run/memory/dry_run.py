@@ -233,9 +233,9 @@ def measure(
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:
     """Return the largest micro-batch of full-length prompts and completions; it has no padding if the model `packs`."""
     prompts = batch.prompts_per_rank // batch.num_minibatches
-    # No two prompts are the same.
+    # No two prompts are the same, and no two completions.
     prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]
-    completion_ids = [[0] * (config.rollout.longest(prompt) - prompt)] * len(prompt_ids)
+    completion_ids = [[row] * (config.rollout.longest(prompt) - prompt) for row in range(len(prompt_ids))]
     budget = token_budget(config.policy, on_gpu=on_gpu, gradients=True)
     rows, cpu = TokenRow.of(prompt_ids, completion_ids), torch.device("cpu")
     together = batch.num_generations if config.grpo.whole_groups else 1
