@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.chat_template import joined
 from hybrid_grpo.data.chat_text import clean
@@ -27,12 +29,12 @@ _NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0,
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """Why a request is not answered: a status of HTTP, and a line for the program."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+        super().__init__(status, message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _check(asked: Mapping[str, Any], config: RolloutConfig) -> None:
 
 
 def _limit(asked: Mapping[str, Any]) -> int | None:
-    limit = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    limit = asked.get("max_tokens") if asked.get("max_completion_tokens") is None else asked["max_completion_tokens"]
     _refuse(limit is not None and (type(limit) is not int or limit < 1), f"max_tokens {limit!r} is not 1 or more")
     return limit
 
@@ -146,7 +148,7 @@ def _call(call: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
 
 
-def said_by(sampled: Sampled) -> Message:
+def _said_by(sampled: Sampled) -> Message:
     """Return a turn as the message that a program gets, and sends back in its next request."""
     calls = [
         {
@@ -159,9 +161,9 @@ def said_by(sampled: Sampled) -> Message:
     return {"role": "assistant", "content": clean(sampled.turn.content), **({"tool_calls": calls} if calls else {})}
 
 
-def kept(message: Message) -> Message:
-    """Return a message of `said_by` as `read_chat` returns it."""
-    return _message(message, {})
+def remembered(sampled: Sampled) -> Message:
+    """Return a turn as it is read in the next request."""
+    return _message(_said_by(sampled), {})
 
 
 def _finish(sampled: Sampled) -> str:
@@ -185,7 +187,7 @@ def chat_reply(sampled: Sampled) -> dict[str, Any]:
     ]
     choice = {
         "index": 0,
-        "message": said_by(sampled),
+        "message": _said_by(sampled),
         "finish_reason": _finish(sampled),
         "logprobs": {"content": entries} if entries else None,
     }
@@ -198,7 +200,7 @@ def _head(sampled: Sampled, kind: str) -> dict[str, Any]:
 
 def chat_stream(sampled: Sampled) -> bytes:
     """Return the same as a stream of events, in which the turn is one piece: it can only be read once it has ended."""
-    head, message = _head(sampled, "chat.completion.chunk"), said_by(sampled)
+    head, message = _head(sampled, "chat.completion.chunk"), _said_by(sampled)
     for k, call in enumerate(message.get("tool_calls", ())):
         call["index"] = k
     pieces: list[dict[str, Any]] = [
