@@ -279,8 +279,7 @@ def partners_of(
     if environments is not None:
         openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens, album)
         partners.append(environments)
-    kinds = environments.kinds.values() if environments is not None else ()
-    for setting in [p.setting for p in partners if p.shows] + ["rollout.environment" for kind in kinds if kind.shows]:
+    for setting in [partner.setting for partner in partners if partner.shows]:
         refuse(album is None, f"{setting} shows pictures, and policy.model sees none: take a model that does")
         assert album is not None
         album.check(setting)
