@@ -62,6 +62,8 @@ class TurnResponders:
     ) -> None:
         self._partners, self.tools, self._config = partners, tools, config
         self.environments, self._openings, self._seed = environments, openings, seed
+        self.schemas: list[dict[str, Any]] = [] if tools is None else tools.schemas
+        self.tool_names: list[str] = [] if tools is None else tools.names
         self._between = TurnTemplate(tokenizer, variables, self.schemas, stop_ids, seen)
         for partner in partners:
             self._between.check(partner.setting, partner.example)
@@ -75,15 +77,6 @@ class TurnResponders:
         self._answers: Arrivals[tuple[Trajectory, int, Answer]] = Arrivals()
         self._frames: dict[tuple[Any, ...], int] = {}
         self._tokenized: dict[bytes, tuple[list[Message], list[int]]] = {}
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools."""
-        return self.tools.schemas if self.tools is not None else []
-
-    @property
-    def tool_names(self) -> list[str]:
-        return self.tools.names if self.tools is not None else []
 
     def check(self, prompts: list[Prompt]) -> None:
         """Raise UserError if a row lacks what its environment needs, or begins an answer."""
@@ -119,8 +112,7 @@ class TurnResponders:
         """See `Turns`. A completion is cut if its last turn calls a tool, but there is no room for another turn."""
         trajectory = self._trajectory(key)
         trajectory.sampled += len(turn_ids)
-        has_turns = trajectory.turns + 1 < self._config.max_turns
-        trajectory.is_last, trajectory.is_full = room <= 0 or not has_turns, room <= 0 and has_turns
+        trajectory.is_last = room <= 0 or trajectory.turns + 1 >= self._config.max_turns
         turn = turn_of(self._between, self._read, turn_ids)
         partner = next((p for p in self._partners if p.takes(trajectory, turn)), None)
         if partner is None:

@@ -39,8 +39,6 @@ class Trajectory:
     """The token that ended the last turn."""
     is_last: bool = False
     """Whether no further turn may follow. The model then does not read the answer to the last turn."""
-    is_full: bool = False
-    """Whether only a limit of tokens, not the limit of turns, prevents a further turn."""
     pictures: list[Picture] = field(default_factory=list)
     """The pictures in these messages, in order."""
     calls: list[Called] = field(default_factory=list)

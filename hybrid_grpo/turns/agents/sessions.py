@@ -40,13 +40,8 @@ _FOLLOWS = ("user", "tool")
 
 
 class Agents:
-    """The agents of a run and their endpoint; implements the decoder's `Turns`.
-
-    Args:
-        stop_ids: tokens that end a turn.
-
-    Raises UserError if the agent, or the tokenizer's chat template, cannot be used.
-    """
+    """The agents of a run and their endpoint; implements the decoder's `Turns`. Raises UserError if the agent, or the
+    tokenizer's chat template, cannot be used."""
 
     setting, begins_sequences = "rollout.agent", True
     schemas: tuple[dict[str, Any], ...] = ()
