@@ -36,8 +36,6 @@ class History:
     """Answers this request."""
     turn: int = 0
     """Number of the last turn within its episode, from 0."""
-    read: int = 0
-    """Number of tokens before this turn."""
     completion: Completion | None = None
     """What was sampled, once the history has ended."""
 

@@ -48,6 +48,7 @@ class Ask:
     limit: int | None = None
     """Maximum number of tokens to sample, if the program gave one."""
     has_logprobs: bool = False
+    """Whether a chat's reply has log-probabilities; after tokens it always has."""
     is_streamed: bool = False
 
 
@@ -78,11 +79,11 @@ def read(path: str, body: Any, config: RolloutConfig, stop_ids: Sequence[int], v
 def _chat(body: dict[str, Any], config: RolloutConfig) -> Ask:
     _check(body, config)
     tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
-    _refuse(not body["messages"], "messages has at least one message")
-    _refuse(choice not in ("auto", "none"), "tool_choice is auto or none: the policy chooses what it writes")
+    refuse(not body["messages"], "messages has at least one message")
+    refuse(choice not in ("auto", "none"), "tool_choice is auto or none: the policy chooses what it writes")
     kind = (body.get("response_format") or {"type": "text"})["type"]
-    _refuse(kind != "text", "response_format is text: the policy chooses what it writes")
-    _refuse(not all(isinstance(tool["function"]["name"], str) for tool in tools), "a tool is a function with a name")
+    refuse(kind != "text", "response_format is text: the policy chooses what it writes")
+    refuse(not all(isinstance(tool["function"]["name"], str) for tool in tools), "a tool is a function with a name")
     names: dict[str, str] = {}
     return Ask(
         [_message(message, names) for message in body["messages"]],
@@ -96,17 +97,18 @@ def _chat(body: dict[str, Any], config: RolloutConfig) -> Ask:
 def _after_tokens(body: dict[str, Any], config: RolloutConfig, stop_ids: Sequence[int], vocabulary: int) -> Ask:
     ids, sampling = body["token_ids"], body.get("sampling_params") or {}
     known = isinstance(ids, list) and all(type(token) is int and 0 <= token < vocabulary for token in ids)
-    _refuse(not ids or not known, f"token_ids has at least one token, all below {vocabulary}")
-    _refuse(bool(body.get("features")), "features: the endpoint takes no pictures")
+    refuse(not ids or not known, f"token_ids has at least one token, all below {vocabulary}")
+    refuse(bool(body.get("features")), "features: the endpoint takes no pictures")
     _check(sampling, config)
     for token in sampling.get("stop_token_ids") or ():
-        _refuse(token not in stop_ids, f"stop_token_ids {token} ends no turn: set rollout.stop_ids [{token}]")
-    return Ask(ids=ids, limit=_limit(sampling), has_logprobs=True)
+        refuse(token not in stop_ids, f"stop_token_ids {token} ends no turn: set rollout.stop_ids [{token}]")
+    return Ask(ids=ids, limit=_limit(sampling))
 
 
-def _refuse(condition: bool, message: str) -> None:
+def refuse(condition: bool, message: str, code: str = "invalid_request") -> None:
+    """Raise Refused, as the fault of the program that asks, if the condition holds."""
     if condition:
-        raise Refused(400, message)
+        raise Refused(400, message, code)
 
 
 def _check(asked: Mapping[str, Any], config: RolloutConfig) -> None:
@@ -114,17 +116,17 @@ def _check(asked: Mapping[str, Any], config: RolloutConfig) -> None:
     for name in _SAMPLING:
         value, own = asked.get(name), getattr(config, name)
         value = 0 if name == "top_k" and value == -1 else value  # off in vLLM
-        _refuse(value is not None and value != own, f"{name} {value!r} is not that of the run: leave it out, or {own}")
+        refuse(value is not None and value != own, f"{name} {value!r} is not that of the run: leave it out, or {own}")
     for name, neutral in _NEUTRAL.items():
-        _refuse(asked.get(name) not in (None, neutral), f"{name} {asked.get(name)!r} is not supported: leave it out")
+        refuse(asked.get(name) not in (None, neutral), f"{name} {asked.get(name)!r} is not supported: leave it out")
     stops = asked.get("stop") or []
     for text in [stops] if isinstance(stops, str) else stops:
-        _refuse(text not in config.stop_strings, f"stop {text!r} ends no turn: set rollout.stop_strings")
+        refuse(text not in config.stop_strings, f"stop {text!r} ends no turn: set rollout.stop_strings")
 
 
 def _limit(asked: Mapping[str, Any]) -> int | None:
     limit = asked.get("max_tokens") if asked.get("max_completion_tokens") is None else asked["max_completion_tokens"]
-    _refuse(limit is not None and (type(limit) is not int or limit < 1), f"max_tokens {limit!r} is not 1 or more")
+    refuse(limit is not None and (type(limit) is not int or limit < 1), f"max_tokens {limit!r} is not 1 or more")
     return limit
 
 
@@ -215,10 +217,5 @@ def tokens_reply(sampled: Sampled) -> dict[str, Any]:
     """Return the body of a generation from tokens."""
     pairs = zip(sampled.ids, sampled.logp, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": _finite(logp)} for token, logp in pairs]
-    choice = {
-        "index": 0,
-        "token_ids": sampled.ids,
-        "finish_reason": sampled.finish,
-        "logprobs": {"content": content},
-    }
+    choice = {"index": 0, "token_ids": sampled.ids, "finish_reason": sampled.finish, "logprobs": {"content": content}}
     return {"request_id": f"turn-{sampled.read}", "choices": [choice], "usage": _usage(sampled)}

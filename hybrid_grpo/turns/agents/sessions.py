@@ -29,7 +29,7 @@ from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.turns.agents.endpoint import Answer, Endpoint
 from hybrid_grpo.turns.agents.histories import History, Play, Ready, begins, joined, stopped
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
-from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, read, remembered
+from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, read, refuse, remembered
 from hybrid_grpo.turns.reading import Reader, reader_of, turn_of
 from hybrid_grpo.turns.template import TurnTemplate, user_message
 from hybrid_grpo.turns.trajectory import Arrivals
@@ -190,7 +190,6 @@ class Agents:
             answer(refusal)
             return ready
         history.ask, history.answer, history.turn, play.turns = ask, answer, play.turns, play.turns + 1
-        history.read = len(history.sequence.tokens) + len(new)
         return [*ready, (history.sequence if history.sequence.tokens == [] else history.sequence.key, new)]
 
     def _history(self, play: Play, ask: Ask) -> tuple[History, list[int]]:
@@ -198,8 +197,8 @@ class Agents:
         config = self._config
         under_way = sum(history.sequence.turn_limit for history in play.histories if history.ask is not None)
         room = config.max_completion_tokens - play.sampled - under_way
-        _refuse_long(play.turns >= config.max_turns, f"rollout.max_turns is {config.max_turns}")
-        _refuse_long(room <= 0, f"rollout.max_completion_tokens is {config.max_completion_tokens}")
+        refuse(play.turns >= config.max_turns, f"rollout.max_turns is {config.max_turns}", _TOO_LONG)
+        refuse(room <= 0, f"rollout.max_completion_tokens is {config.max_completion_tokens}", _TOO_LONG)
         tools = json.dumps(ask.tools, sort_keys=True)
         history, new = self._continued(play, ask, tools)
         if history is None:
@@ -209,7 +208,7 @@ class Agents:
             of = Sequence(play.request, play.sample, key, [], 0, most, max_total_tokens=play.longest)
             history = History(play, of, tools, new)
         read = len(history.sequence.tokens) + len(new)
-        _refuse_long(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history")
+        refuse(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history", _TOO_LONG)
         history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
         if history.sequence.key not in self._sampling:
             self._sampling[history.sequence.key] = history
@@ -263,7 +262,7 @@ class Agents:
         template, reader = self._known[history.tools]
         turn = turn_of(template, reader, ids)
         texts = [self._tokenizer.decode([token]) for token in ids] if ask.chat and ask.has_logprobs else []
-        sampled = Sampled(turn, ids, sequence.logp[-len(ids) :], texts, history.read, finish)
+        sampled = Sampled(turn, ids, sequence.logp[-len(ids) :], texts, sequence.begin, finish)
         if ask.chat is not None:
             history.chat = [*ask.chat, remembered(sampled)]
         answer(sampled)
@@ -306,8 +305,3 @@ class Agents:
 
 def _over() -> Refused:
     return Refused(409, "the episode has ended", "closed")
-
-
-def _refuse_long(condition: bool, message: str) -> None:
-    if condition:
-        raise Refused(400, message, _TOO_LONG)

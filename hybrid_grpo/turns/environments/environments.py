@@ -83,12 +83,7 @@ class Instance:
 
 class Environments:
     """The classes of `rollout.environment`: a `Partner` that answers turns that are steps. `Tools` calls the others.
-
-    Creating it raises UserError if a class cannot be imported, or is not an environment.
-
-    Attributes:
-        kinds: entries of `rollout.environment`, by name; a single entry has an empty name.
-    """
+    Creating it raises UserError if a class cannot be imported, or is not an environment."""
 
     setting, reads_last = "rollout.environment", True
 
@@ -105,6 +100,7 @@ class Environments:
             name: Kind(rewards[name], index, interface.required, **interface.schema)
             for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True))
         }
+        """The entries by name; a single entry has an empty name."""
         self.shows = any(kind.shows and kind.steps for kind in self.kinds.values())
         self._instances: dict[int, Instance] = {}
         self.seconds = Seconds()

@@ -42,7 +42,6 @@ class Tools:
     Attributes:
         names: names of all tools, functions first.
         schemas: JSON schemas of all tools.
-        shows: whether results may have pictures.
     """
 
     setting, reads_last = "rollout.tools", False
