@@ -304,7 +304,7 @@ def test_a_capture_leaves_the_stream_as_it_was(capturing, fails):
 def test_nothing_is_captured_where_too_little_memory_is_free(capturing):
     """A capture that runs out of memory cannot be survived before torch 2.13."""
     capturing.free = 100 << 20
-    with pytest.raises(graphs.NoRoom, match="100 MiB are free"):
+    with pytest.raises(RuntimeError, match="100 MiB are free"):
         graphs.on_cuda(lambda: torch.zeros(1), "pool")
     assert capturing.log == []
 

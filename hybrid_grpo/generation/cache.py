@@ -6,8 +6,6 @@ sequences with common entries share pages. No sequence owns page 0: padding poin
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,16 +84,8 @@ def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, bat
     """Return what `forward`, of a transformers model or its base, returns for the new tokens `ids`; `ids` and
     `positions` are int64 [rows, n]. It receives `batch` twice: as its cache, and as the `Batch` that `routed_attention`
     uses."""
-    kind: Any = type(model.base_model)
     with routed(batch.routes):
-        as_cache = {cache_keyword(kind): batch}
-        return forward(input_ids=ids, position_ids=positions, use_cache=True, batch=batch, **as_cache)
-
-
-@functools.cache
-def cache_keyword(model: Any) -> str:
-    """Return the name of the cache argument in the forward of a model's class; transformers 5.24 renamed it."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        return forward(input_ids=ids, position_ids=positions, use_cache=True, cache=batch, batch=batch)
 
 
 class Rows(NamedTuple):

@@ -45,17 +45,13 @@ def bytes_of(slots: int) -> int:
     return len(sizes_up_to(slots)) * GRAPH_BYTES + _SHARED_BYTES
 
 
-class NoRoom(Exception):
-    """Raised before a capture begins if too little memory is free for it."""
-
-
 def on_cuda(step: Step, pool: Any = None) -> tuple[Replay, Sequence[Tensor]]:
     """Capture a step on the current device; graphs of one `pool` share their memory, since they run one at a time.
-    Raises NoRoom if too little memory is free."""
+    Raises RuntimeError, before it begins, if too little memory is free."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if free < _ROOM:
-        raise NoRoom(f"{free >> 20} MiB are free, and capturing takes up to {_ROOM >> 20}")
+        raise RuntimeError(f"{free >> 20} MiB are free, and capturing takes up to {_ROOM >> 20}")
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         # "thread_local", because threads of reward models may allocate memory meanwhile.
@@ -94,7 +90,7 @@ class Graphs:
         if self.usable:
             try:
                 self._captured[rows] = self._capture(step)
-            except (RuntimeError, NoRoom) as error:
+            except RuntimeError as error:
                 self.usable = False
                 warnings.warn(f"decoding is slower without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
         return result

@@ -233,17 +233,16 @@ class _Loop:
 def _decoder(
     model: Any,
     sampling: Sampling,
+    callbacks: Callbacks,
     longest: list[int],
     slots: int,
     prefill_tokens: int | None,
     cache_gb: float | None,
     workspace: Workspace | None,
-    *,
-    waiting: bool,
-    has_offsets: bool,
 ) -> Decoder:
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
-    device = next(model.parameters()).device
+    device, waiting = next(model.parameters()).device, callbacks.turns is not None
+    has_offsets = callbacks.reading.has_offsets
     geometry, capture, page = _prepared(model), capture_on(device), PAGE
     if capture is not None:
         # Test here whether these steps are right, while there is memory for the test.
@@ -291,23 +290,13 @@ def generate(
     if not requests:
         return [], Stats()
     callbacks = callbacks or Callbacks()
-    reading, turns = callbacks.reading, callbacks.turns
-    sequences = sequences_of(requests, sampling, reading)
+    turns = callbacks.turns
+    sequences = sequences_of(requests, sampling, callbacks.reading)
     has_limits = all(request.max_total_tokens for request in requests)
     assert turns is None or (callbacks.should_stop is None and has_limits), "turns end, and have a limit in all"
-    longest = lengths_of(sequences, several_turns=(many := turns is not None))
+    longest = lengths_of(sequences, several_turns=turns is not None)
     slots = min(max_slots, len(longest))
-    decoder = _decoder(
-        model,
-        sampling,
-        longest,
-        slots,
-        prefill_tokens,
-        cache_gb,
-        workspace,
-        waiting=many,
-        has_offsets=reading.has_offsets,
-    )
+    decoder = _decoder(model, sampling, callbacks, longest, slots, prefill_tokens, cache_gb, workspace)
     begins = turns is not None and turns.begins_sequences
     groups = () if begins else chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.page_lookahead)

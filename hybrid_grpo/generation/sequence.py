@@ -21,12 +21,8 @@ from hybrid_grpo.model.support import SamplingMask
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample within the request, and the completion."""
-OnToken = Callable[[int, int, int], None]
-"""Called with the index of the request, the index of the sample within the request, and the sampled token."""
 OnStep = Callable[[], None]
 """Called before every decode step."""
-Decode = Callable[[list[int]], str]
-"""Converts tokens to text."""
 ShouldStop = Callable[[Callable[[], int]], bool]
 """Called before every decode step, with a function that returns the least number of tokens that this call has sampled
 for a completion that has not ended. Returns whether to leave such completions open."""
@@ -92,9 +88,9 @@ class Callbacks:
     """Called as soon as a completion is finished."""
     on_step: OnStep | None = None
     """Called before every decode step; an exception from it ends the call."""
-    on_token: OnToken | None = None
-    """Called with every token as soon as it is known."""
-    decode: Decode | None = None
+    on_token: Callable[[int, int, int], None] | None = None
+    """Called with every token as soon as it is known, after the indices of the request and of its sample."""
+    decode: Callable[[list[int]], str] | None = None
     """Turns tokens into text. Without it texts are empty. Required for `Sampling.stop_strings`."""
     turns: Turns | None = None
     """Answers the turns of a completion. Without it a completion is one turn."""

@@ -17,9 +17,6 @@ from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.template import cut
 from hybrid_grpo.turns.tools.tools import Tools
 
-_LONGEST_PROMPT = 2**40
-"""No limit: prompts that are too long were already left out when they were read."""
-
 
 class Openings:
     """Resets the environments of prompts, once for all completions of a prompt, and appends their initial observations.
@@ -46,7 +43,7 @@ class Openings:
             prompt_column="prompt",
             system_prompt=None,  # the texts of prompts already contain it
             chat_template="always",
-            max_prompt_tokens=_LONGEST_PROMPT,
+            max_prompt_tokens=2**40,  # no limit: prompts that are too long were left out when they were read
         )
 
     def opened(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,10 +22,10 @@ from hybrid_grpo.turns.agents.sessions import Agents
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.observations import error_text
 from hybrid_grpo.turns.openings import Openings
-from hybrid_grpo.turns.reading import one_at_a_time, reader_of, turn_of
+from hybrid_grpo.turns.reading import reader_of, turn_of
 from hybrid_grpo.turns.template import TurnTemplate, assistant_message
 from hybrid_grpo.turns.tools.tools import Tools
-from hybrid_grpo.turns.trajectory import Answer, Finish, Partner, Trajectory
+from hybrid_grpo.turns.trajectory import Answer, Arrivals, Finish, Partner, Trajectory
 
 _ANSWERS_KEPT = 1024
 """Number of answers whose tokens are cached."""
@@ -62,8 +60,10 @@ class TurnResponders:
         seed: int = 0,
         seen: tuple[ImageStore, DataConfig] | None = None,
     ) -> None:
-        self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
+        self._partners, self.tools, self._config = partners, tools, config
         self.environments, self._openings, self._seed = environments, openings, seed
+        self.schemas: list[dict[str, Any]] = [] if tools is None else tools.schemas
+        self.tool_names: list[str] = [] if tools is None else tools.names
         self._between = TurnTemplate(tokenizer, variables, self.schemas, stop_ids, seen)
         for partner in partners:
             self._between.check(partner.setting, partner.example)
@@ -71,27 +71,12 @@ class TurnResponders:
                 self._between.check_pictures(partner.setting, partner.example)
             if not config.keep_history:
                 self._between.check_history(partner.setting, partner.example)
-        self._end_texts = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
-        self._read = None
-        if tools is not None:
-            ends = self._end_texts.values()
-            reader = reader_of(config.tool_format, tokenizer, variables, self.schemas, ends, config.max_turn_calls)
-            self._read = reader if self._between.takes_several(tools.example) else one_at_a_time(reader)
+        self._read = reader_of(self._between, config.tool_format, config.max_turn_calls) if tools is not None else None
         self._requests: dict[int, Request] = {}
         self._under_way: dict[int, Trajectory] = {}
-        self._answers: queue.SimpleQueue[tuple[Trajectory, int, Answer]] = queue.SimpleQueue()
+        self._answers: Arrivals[tuple[Trajectory, int, Answer]] = Arrivals()
         self._frames: dict[tuple[Any, ...], int] = {}
         self._tokenized: dict[bytes, tuple[list[Message], list[int]]] = {}
-        self._waited_s = 0.0
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools."""
-        return self.tools.schemas if self.tools is not None else []
-
-    @property
-    def tool_names(self) -> list[str]:
-        return self.tools.names if self.tools is not None else []
 
     def check(self, prompts: list[Prompt]) -> None:
         """Raise UserError if a row lacks what its environment needs, or begins an answer."""
@@ -117,7 +102,7 @@ class TurnResponders:
         """See `Turns`."""
         self._under_way = {}
         self._requests = {key: request for request in requests for key in request.keys}
-        self._waited_s = 0.0
+        self._answers.waited_s()
         for partner in self._partners:
             partner.seconds.numbers()
         if self.environments is not None:
@@ -127,9 +112,8 @@ class TurnResponders:
         """See `Turns`. A completion is cut if its last turn calls a tool, but there is no room for another turn."""
         trajectory = self._trajectory(key)
         trajectory.sampled += len(turn_ids)
-        has_turns = trajectory.turns + 1 < self._config.max_turns
-        trajectory.is_last, trajectory.is_full = room <= 0 or not has_turns, room <= 0 and has_turns
-        turn = turn_of(self._tokenizer, self._read, self._end_texts, turn_ids)
+        trajectory.is_last = room <= 0 or trajectory.turns + 1 >= self._config.max_turns
+        turn = turn_of(self._between, self._read, turn_ids)
         partner = next((p for p in self._partners if p.takes(trajectory, turn)), None)
         if partner is None:
             return self._ends(trajectory, "stop")
@@ -164,18 +148,8 @@ class TurnResponders:
     def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
         """See `Turns`."""
         ready: list[tuple[int, list[int] | Finish]] = []
-        while True:
-            try:
-                if patience_s and not ready:
-                    start_s = time.perf_counter()
-                    try:
-                        trajectory, turn, answer = self._answers.get(timeout=patience_s)
-                    finally:
-                        self._waited_s += time.perf_counter() - start_s
-                else:
-                    trajectory, turn, answer = self._answers.get_nowait()
-            except queue.Empty:
-                return ready
+        while (arrived := self._answers.next(0.0 if ready else patience_s)) is not None:
+            trajectory, turn, answer = arrived
             if self._under_way.get(trajectory.key) is not trajectory or trajectory.turns != turn:
                 continue  # the answer belongs to a rollout that was given up
             if answer.finish is not None:
@@ -196,6 +170,7 @@ class TurnResponders:
             else:
                 trajectory.observed += len(observation)
                 ready.append((trajectory.key, observation))
+        return ready
 
     def _fits(self, trajectory: Trajectory, observation: list[int]) -> bool:
         """Whether an answer leaves room to sample after it."""
@@ -245,15 +220,14 @@ class TurnResponders:
 
     def finished(self, key: int, completion: Completion) -> Completion:
         """See `Turns`."""
-        trajectory = self._under_way.pop(key, None)
-        before = trajectory.messages if trajectory is not None else []
+        trajectory = self._under_way.pop(key)
+        before = trajectory.messages
         if completion.turns == sum(message["role"] == "assistant" for message in before):
             # A partner answered the last turn by ending the completion.
             before = before[: max(k for k, message in enumerate(before) if message["role"] == "assistant")]
         shown = sum(part["type"] == "image" for m in before if has_images(m) for part in m["content"])
-        pictures = tuple(trajectory.pictures[:shown]) if trajectory is not None else ()
+        pictures, calls = tuple(trajectory.pictures[:shown]), tuple(sorted(trajectory.calls))
         episode = self.environments.episode(key) if self.environments is not None else None
-        calls = tuple(sorted(trajectory.calls)) if trajectory is not None else ()
         messages = *before, assistant_message(completion.text, [])
         return replace(completion, messages=messages, pictures=pictures, episode=episode, calls=calls)
 
@@ -263,8 +237,7 @@ class TurnResponders:
 
     def numbers(self, rollout: Rollout) -> Numbers:
         """Return metrics of the completions of a rollout, with seconds counted since `begin` or the previous call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        numbers: Numbers = {"time/tool_wait_s": (waited_s, 1)}
+        numbers: Numbers = {"time/tool_wait_s": (self._answers.waited_s(), 1)}
         for partner in self._partners:
             numbers |= partner.numbers(rollout)
         return numbers
@@ -298,8 +271,7 @@ def partners_of(
     if environments is not None:
         openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens, album)
         partners.append(environments)
-    kinds = environments.kinds.values() if environments is not None else ()
-    for setting in [p.setting for p in partners if p.shows] + ["rollout.environment" for kind in kinds if kind.shows]:
+    for setting in [partner.setting for partner in partners if partner.shows]:
         refuse(album is None, f"{setting} shows pictures, and policy.model sees none: take a model that does")
         assert album is not None
         album.check(setting)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -17,7 +17,7 @@ from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.chat_text import clean
 from hybrid_grpo.turns.calls import Format, Part, ToolCall, Turn, checked
 from hybrid_grpo.turns.formats import FORMATS
-from hybrid_grpo.turns.template import assistant_message, user_message, written
+from hybrid_grpo.turns.template import TurnTemplate, assistant_message, user_message, written
 
 Reader = Callable[[str, str], Turn]
 """Reads the text of a turn, special tokens included, given the token that ended it."""
@@ -42,26 +42,13 @@ _SCHEMA = {
 _ASKED = "zk7qx"
 
 
-def reader_of(
-    tool_format: str,
-    tokenizer: Any,
-    variables: dict[str, Any],
-    schemas: Sequence[dict[str, Any]],
-    ends: Iterable[str],
-    most_calls: int,
-) -> Reader:
-    """Return the reader of a format. `auto` takes the first format that can read a call as the chat template writes it,
-    and tries the tokenizer's own parser first. A warning is printed if a format chosen by name cannot read it.
-
-    Args:
-        variables: `data.chat_template_kwargs`.
-        schemas: JSON schemas of the tools.
-        ends: texts of the tokens that end turns.
-        most_calls: maximum number of calls in a turn; more are a fault.
-
-    Raises UserError if `auto` finds no format.
-    """
-    prompt = written(tokenizer, [user_message(_ASKED)], schemas, variables)
+def reader_of(template: TurnTemplate, tool_format: str, most_calls: int) -> Reader:
+    """Return the reader of a format, for calls of the template's tools; more calls in a turn than `most_calls` are a
+    fault. `auto` takes the first format that can read a call as the template writes it, and tries the tokenizer's own
+    parser first. A warning is printed if a format chosen by name cannot read it. Raises UserError if `auto` finds no
+    format."""
+    tokenizer, schemas = template.tokenizer, template.schemas
+    prompt = written(tokenizer, [user_message(_ASKED)], schemas, template.variables)
 
     def made(name: str, tools: Sequence[dict[str, Any]], prompt: str) -> Reader:
         if name == "":
@@ -70,7 +57,7 @@ def reader_of(
         return format_reader(FORMATS[name], tools, most_calls, begun[0] if begun else "")
 
     known = [*([""] if getattr(tokenizer, "response_template", None) else []), *FORMATS]
-    examples = _examples(tokenizer, variables, tuple(ends))
+    examples = _examples(template)
     fitting = [name for name in known if any(_reads(made(name, [_SCHEMA], asked), *turn) for asked, *turn in examples)]
     if tool_format == "auto":
         if not fitting:
@@ -78,8 +65,8 @@ def reader_of(
                 "rollout.tool_format auto: the chat template of policy.model writes calls in none of the known formats:"
                 f" if the model writes one of them, set it to {', '.join(FORMATS)}"
             )
-        return made(fitting[0], schemas, prompt)
-    if tool_format not in fitting and os.environ.get("RANK", "0") == "0":
+        tool_format = fitting[0]
+    elif tool_format not in fitting and os.environ.get("RANK", "0") == "0":
         others = f", which is read with {fitting[0] or 'auto'}" if fitting else ""
         print(
             f"WARNING: rollout.tool_format {tool_format} does not read a call as the chat template of policy.model"
@@ -87,10 +74,11 @@ def reader_of(
             file=sys.stderr,
             flush=True,
         )
-    return made(tool_format, schemas, prompt)
+    reader = made(tool_format, schemas, prompt)
+    return reader if template.takes_several() else _one_at_a_time(reader)
 
 
-def one_at_a_time(reader: Reader) -> Reader:
+def _one_at_a_time(reader: Reader) -> Reader:
     """Return a reader for chat templates without a place for a second call in a turn, such as Llama 3's: if a turn has
     several calls, readable or not, none of them is made."""
 
@@ -103,9 +91,9 @@ def one_at_a_time(reader: Reader) -> Reader:
     return read
 
 
-def turn_of(tokenizer: Any, read: Reader | None, ends: Mapping[int, str], turn_ids: list[int]) -> Turn:
-    """Return the turn that tokens make; `ends` has the texts of those that end turns, and without `read` it is text."""
-    end = ends.get(turn_ids[-1])
+def turn_of(template: TurnTemplate, read: Reader | None, turn_ids: list[int]) -> Turn:
+    """Return the turn that tokens make; without `read` it is text."""
+    tokenizer, end = template.tokenizer, template.ends.get(turn_ids[-1])
     spoken = turn_ids if end is None else turn_ids[:-1]
     turn = None if read is None else read(tokenizer.decode(spoken, skip_special_tokens=False), end or "")
     if turn is not None and (turn.calls or turn.fault is not None):
@@ -119,9 +107,10 @@ def _reads(reader: Reader, text: str, end: str) -> bool:
     return turn.fault is None and [replace(call, id=None) for call in turn.calls] == [_EXAMPLE]
 
 
-def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) -> list[tuple[str, str, str]]:
+def _examples(template: TurnTemplate) -> list[tuple[str, str, str]]:
     """Return triples of a prompt, the turn with the example's call that the chat template writes after it, and the
     turn's end token. If prompts begin the model's thinking, the template may write turns with or without it."""
+    tokenizer, variables, ends = template.tokenizer, template.variables, [*template.ends.values()]
     examples = []
     # Templates of Kimi K2 write a call's id in place of its name.
     for call in (_EXAMPLE, replace(_EXAMPLE, id=f"functions.{_EXAMPLE.name}:0")):

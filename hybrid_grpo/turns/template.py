@@ -17,6 +17,7 @@ from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import ImageStore, bared
+from hybrid_grpo.data.prompts import TRUSTED
 from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.observations import error_text
 
@@ -105,7 +106,7 @@ def cut(tokenizer: Any, chat_text: ChatText, text: str, tokens: int) -> str:
 
 
 class TurnTemplate:
-    """What the chat template of a tokenizer writes between turns.
+    """What the chat template of a tokenizer writes between turns, and around them.
 
     Args:
         variables: `data.chat_template_kwargs`, passed to the template along with the messages.
@@ -123,8 +124,9 @@ class TurnTemplate:
         seen: tuple[ImageStore, DataConfig] | None = None,
     ) -> None:
         self._seen = seen
-        self._tokenizer, self._variables, self._schemas = tokenizer, variables, schemas
-        self._ends = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
+        self.tokenizer, self.variables, self.schemas = tokenizer, variables, schemas
+        self.ends: dict[int, str] = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
+        """The texts of the tokens that end a turn."""
         self._text = ChatText(tokenizer, str(tokenizer.get_chat_template()))
 
     @property
@@ -142,7 +144,7 @@ class TurnTemplate:
 
     def cut(self, message: Message, tokens: int, pictures: Sequence[Picture]) -> Message:
         """Return the beginning of a message, at most `tokens` tokens; text says so where pictures have no room."""
-        shorten, content = partial(cut, self._tokenizer, self._text), message["content"]
+        shorten, content = partial(cut, self.tokenizer, self._text), message["content"]
         if isinstance(content, str):
             return {**message, "content": shorten(content, tokens)}
         bare = {**message, "content": [part for part in content if part["type"] != "text"]}
@@ -190,9 +192,9 @@ class TurnTemplate:
             f" {'tools' if of_tool else 'several turns'}, or give the tokenizer another template",
         )
 
-    def takes_several(self, example: Callable[[str], Message]) -> bool:
-        """Whether the template has a place for the results of two calls of a turn; `example` makes such a result."""
-        results = [{**example(_MARK), "tool_call_id": _id(number, None)} for number in range(2)]
+    def takes_several(self) -> bool:
+        """Whether the template has a place for the results of two calls of a turn."""
+        results = [tool_message(number, self.schemas[0]["function"]["name"], _MARK) for number in range(2)]
         return self._after_if_written(results).count(_MARK) == len(results)
 
     def check_history(self, setting: str, example: Callable[[str], Message]) -> None:
@@ -213,7 +215,7 @@ class TurnTemplate:
 
     def _rewriting(self, example: Callable[[str], Message], *, separate: bool) -> str | None:
         """Return what the template does to earlier turns, as a message; None if it keeps them."""
-        found = re.search(r"<([\w:]*think\w*)>", str(self._tokenizer.get_chat_template()))
+        found = re.search(r"<([\w:]*think\w*)>", str(self.tokenizer.get_chat_template()))
         begin, end = (found[0], f"</{found[1]}>") if found else ("", "")
         chat: list[Message] = [{"role": "user", "content": "."}]
         before = _squeezed(self._written(chat))
@@ -242,12 +244,17 @@ class TurnTemplate:
     def ids(self, last: int, messages: list[Message], pictures: Sequence[Picture] = ()) -> list[int]:
         """Return the tokens of messages, with these pictures, that answer a turn; `last` is its last sampled token."""
         _, after = self._after(messages)
-        end = next((text for text in self._ends.values() if after.startswith(text)), "")
+        end = next((text for text in self.ends.values() if after.startswith(text)), "")
         # If the model sampled the template's end of the turn, it is there already.
-        text = after.removeprefix(end) if self._ends.get(last) == end else after
+        text = after.removeprefix(end) if self.ends.get(last) == end else after
         if not pictures:
             return self._text.ids(text)
         return self._sight[0].ids(text, pictures, self._text.ids, "an answer")
+
+    def whole(self, chat: list[Message]) -> list[int]:
+        """Return the tokens of a chat, and of the beginning of the model's next turn."""
+        marked = [m if m["role"] in TRUSTED else {**m, "content": self._text.marked(m["content"])} for m in chat]
+        return self._text.ids(self._written(marked))
 
     def _after_if_written(self, messages: list[Message]) -> str:
         """Return the text of `_after`; empty if the template refuses the messages."""
@@ -266,11 +273,11 @@ class TurnTemplate:
         first = text.find(_MARK)
         for _ in calls[1:]:
             first = text.find(_MARK, first + 1)
-        ends = [place for end in self._ends.values() if first >= 0 and (place := text.find(end, first)) >= 0]
+        ends = [place for end in self.ends.values() if first >= 0 and (place := text.find(end, first)) >= 0]
         return bool(ends), text[min(ends) :] if ends else ""
 
     def _written(self, chat: list[Message]) -> str:
-        return written(self._tokenizer, chat, self._schemas, self._variables)
+        return written(self.tokenizer, chat, self.schemas, self.variables)
 
 
 def _squeezed(text: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Called, Completion, Message, Prompt
@@ -12,6 +14,7 @@ from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.turns.calls import Turn
 
+T = TypeVar("T")
 Finish = Literal["stop", "length"]
 """How a completion ends: by itself, or cut at a limit."""
 
@@ -36,8 +39,6 @@ class Trajectory:
     """The token that ended the last turn."""
     is_last: bool = False
     """Whether no further turn may follow. The model then does not read the answer to the last turn."""
-    is_full: bool = False
-    """Whether only a limit of tokens, not the limit of turns, prevents a further turn."""
     pictures: list[Picture] = field(default_factory=list)
     """The pictures in these messages, in order."""
     calls: list[Called] = field(default_factory=list)
@@ -52,6 +53,30 @@ class Answer:
     """What the model reads before its next turn. If there are no messages, the completion ends."""
     finish: Finish | None = None
     """How the completion ends, if the partner has already ended it with this turn; otherwise None."""
+
+
+class Arrivals(Generic[T]):
+    """What other threads hand over to the decoder, in the order of arrival. Counts the seconds that it waits for it."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._waited_s = 0.0
+        self.put = self._queue.put
+
+    def next(self, patience_s: float) -> T | None:
+        """Return what arrived first, after waiting for it up to `patience_s` seconds; None if there is nothing."""
+        start_s = time.perf_counter()
+        try:
+            return self._queue.get(patience_s > 0, patience_s)
+        except queue.Empty:
+            return None
+        finally:
+            self._waited_s += time.perf_counter() - start_s if patience_s else 0.0
+
+    def waited_s(self) -> float:
+        """Return the seconds that the decoder has waited since the previous call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
 
 class Seconds:

@@ -11,7 +11,7 @@ from tiny_models import ARCHITECTURES, STATES, WINDOW, build, tiny_config
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Request, Sampling, state_pool, stream_key
 from hybrid_grpo.generation import cache as cache_module
-from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cache_keyword
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
 from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.generation.state_pool import StatePool, StateShape
 from hybrid_grpo.model import attention
@@ -24,7 +24,7 @@ def test_the_geometry_is_that_of_what_a_forward_of_transformers_caches(architect
     config = tiny_config(architecture)
     with torch.no_grad():
         model = build(config)
-        kept = model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True)[cache_keyword(type(model))]
+        kept = model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).cache
     seen = geometry_of(build(config, ATTENTION))
     attending = [layer for layer in kept.layers if hasattr(layer, "keys")]
     assert len(kept.layers) == 2 and len(seen.shapes) == len(attending)

@@ -8,7 +8,6 @@ from tiny_models import STATEFUL, VOCABULARY, build, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid_grpo.config import LoraConfig
-from hybrid_grpo.generation.cache import cache_keyword
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.lora import Adapters
 
@@ -45,8 +44,8 @@ def test_a_step_of_training_and_of_decoding_cost_what_torch_counts(architecture,
     assert cost.forward(S, S, S) == pytest.approx(forward, rel=0.03)
     assert cost.training(S, S, S) == pytest.approx(counted(lambda: model(ids).logits.sum().backward()), rel=0.03)
     with torch.no_grad():
-        cache = model(ids[:, :-1])[cache_keyword(type(model))]
-        step = counted(lambda: model(ids[:, -1:], **{cache_keyword(type(model)): cache}))
+        cache = model(ids[:, :-1]).cache
+        step = counted(lambda: model(ids[:, -1:], cache=cache))
     assert cost.forward(1, S, 1) == pytest.approx(step, rel=0.03)
 
 

@@ -194,7 +194,7 @@ def test_whatever_the_body_it_is_read_or_refused(body):
         try:
             assert isinstance(read(path, body, RolloutConfig(), [2], 9), Ask)
         except Refused as refusal:
-            assert refusal.status == 400 and str(refusal)
+            assert refusal.status_code == 400 and str(refusal)
 
 
 @pytest.mark.parametrize(

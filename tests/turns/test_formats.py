@@ -15,7 +15,7 @@ from hybrid_grpo.config.rollout import ToolFormat
 from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.formats import FORMATS
 from hybrid_grpo.turns.reading import format_reader, reader_of
-from hybrid_grpo.turns.template import assistant_message, user_message, written
+from hybrid_grpo.turns.template import TurnTemplate, assistant_message, user_message, written
 
 
 def read(name, text, begun="", most_calls=16):
@@ -138,7 +138,7 @@ ADD = ToolCall("add", {"a": 3, "b": "4"})
 
 
 def auto(tokenizer, variables=None, named="auto"):
-    return reader_of(named, tokenizer, variables or {}, [SCHEMA], [END], 16)
+    return reader_of(TurnTemplate(tokenizer, variables or {}, [SCHEMA], (tokenizer.eos_token_id,)), named, 16)
 
 
 @pytest.mark.parametrize("writes", WRITERS)

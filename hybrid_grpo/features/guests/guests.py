@@ -15,8 +15,8 @@ from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores,
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.features.guests.settings import GuestsConfig
 from hybrid_grpo.features.guests.writers import GuestFile, GuestModel, Learner
-from hybrid_grpo.generation.beside import workspace_beside
 from hybrid_grpo.generation.rollout import requests_of
+from hybrid_grpo.generation.workspace import workspace_beside
 from hybrid_grpo.grpo.advantages import informative
 from hybrid_grpo.grpo.loss import LossStats, policy_loss
 from hybrid_grpo.model.limits import vocabulary_of

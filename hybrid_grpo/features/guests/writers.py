@@ -20,8 +20,8 @@ from hybrid_grpo.data.special_tokens import ended_ids
 from hybrid_grpo.distributed.hardware import device_bytes
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Callbacks, Request, stream_key
-from hybrid_grpo.generation.beside import workspace_beside
 from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
+from hybrid_grpo.generation.workspace import workspace_beside
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths, stop_ids

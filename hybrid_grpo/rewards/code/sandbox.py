@@ -82,14 +82,6 @@ class Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # Not `close`: a copy in a forked process must not wait for its parent's child.
-        if hasattr(self, "_control"):
-            self._control.close()
-
-    def close(self) -> None:
         self._control.close()
         if os.getpid() == self._owner:
             with suppress(subprocess.TimeoutExpired):
@@ -98,6 +90,11 @@ class Sandbox:
             self._process.wait()
             assert self._process.stderr is not None
             self._process.stderr.close()
+
+    def __del__(self) -> None:
+        # Nothing more: a copy in a forked process must not wait for its parent's child.
+        if hasattr(self, "_control"):
+            self._control.close()
 
     @property
     def usable(self) -> bool:

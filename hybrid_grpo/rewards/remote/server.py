@@ -43,8 +43,8 @@ def application(
     response; any other exception is printed and becomes a 500. Requests must carry the bearer `token` or, if it is
     None, name this machine as their Host."""
     return Starlette(
-        routes=[Route(path, _Endpoint(answer, config, token).post, methods=["POST"]), Route("/health", _health)],
-        exception_handlers={HTTPException: _refusal, ClientDisconnect: _nobody},
+        routes=[Route(path, _Endpoint(answer, config, token).post, methods=["POST"]), Route("/health", health)],
+        exception_handlers={HTTPException: _refusal, ClientDisconnect: nobody},
     )
 
 
@@ -102,17 +102,14 @@ class _Endpoint:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once", {"Retry-After": "1"})
         self._answering += 1
         try:
-            body = await asyncio.wait_for(self._body(request), self._config.timeout_s)
+            body = await body_of(request, int(self._config.max_body_mb * 2**20), self._config.timeout_s)
             answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._answered, body)
-        except TimeoutError:
-            raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time") from None
         finally:
             self._answering -= 1
         return Response(answer, media_type="application/json")
 
     def _check_token(self, request: Request) -> None:
-        if self._token is None and not is_loopback(host_of(request.headers.get("host", ""))):
-            # A web page whose name resolves to this machine's address (DNS rebinding) sends its own name.
+        if self._token is None and not is_local(request):
             reason = "without serve.token_env the Host must be localhost or a loopback address"
             raise HTTPException(HTTPStatus.MISDIRECTED_REQUEST, reason)
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -121,18 +118,6 @@ class _Endpoint:
         if self._token is not None and not (scheme.lower() == "bearer" and is_right):
             headers = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(HTTPStatus.UNAUTHORIZED, "the bearer token is wrong", headers)
-
-    async def _body(self, request: Request) -> bytes:
-        limit = int(self._config.max_body_mb * 2**20)
-        too_large = HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have at most {limit} bytes")
-        if int(request.headers.get("content-length", 0)) > limit:
-            raise too_large
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise too_large
-        return bytes(body)
 
     def _answered(self, body: bytes) -> bytes:
         try:
@@ -148,15 +133,37 @@ class _Endpoint:
             raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, "see the server's output") from None
 
 
-def host_of(header: str) -> str:
-    """Return the host name in a Host header, without the port; empty if the header is invalid."""
+async def body_of(request: Request, limit: int, timeout_s: float) -> bytes:
+    """Return the body of a request. Raises HTTPException if it has more than `limit` bytes, or does not arrive in
+    `timeout_s` seconds."""
+    too_large = HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have at most {limit} bytes")
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise too_large
+
+    async def arrived() -> bytes:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise too_large
+        return bytes(body)
+
     try:
-        return urlsplit("//" + header).hostname or ""
+        return await asyncio.wait_for(arrived(), timeout_s)
+    except TimeoutError:
+        raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time") from None
+
+
+def is_local(request: Request) -> bool:
+    """Whether a request names this machine as its host. A web page whose name resolves to this machine's address (DNS
+    rebinding) sends its own name."""
+    try:
+        return is_loopback(urlsplit("//" + request.headers.get("host", "")).hostname or "")
     except ValueError:
-        return ""
+        return False
 
 
-async def _health(request: Request) -> Response:
+async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
@@ -165,5 +172,5 @@ async def _refusal(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
 
-async def _nobody(request: Request, error: Exception) -> Response:
+async def nobody(request: Request, error: Exception) -> Response:
     return Response()  # the client has gone

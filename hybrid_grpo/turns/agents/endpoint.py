@@ -11,17 +11,21 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hybrid_grpo.rewards.remote.options import is_loopback
-from hybrid_grpo.rewards.remote.server import host_of, listen
-from hybrid_grpo.turns.agents.protocol import MODEL, Ask, Refused, Sampled, chat_reply, chat_stream, tokens_reply
+from hybrid_grpo.rewards.remote.server import body_of, health, is_local, listen, nobody
+from hybrid_grpo.turns.agents.protocol import MODEL, Refused, Sampled, chat_reply, chat_stream, tokens_reply
+
+if TYPE_CHECKING:
+    from hybrid_grpo.turns.agents.histories import Play
+    from hybrid_grpo.turns.agents.sessions import Agents
 
 _LARGEST_BODY = 1 << 26
 _ARRIVAL_S = 60.0
@@ -31,39 +35,19 @@ Answer = Callable[[Sampled | Refused], None]
 """Answers a request; called once, on any thread."""
 
 
-class Desk(Protocol):
-    """Takes the requests of agents. Its methods are called on the endpoint's thread and do not wait."""
-
-    @property
-    def context(self) -> int:
-        """Maximum number of tokens of a history."""
-
-    def admit(self, key: str) -> Any:
-        """Return the episode with this key. Raises Refused if there is none."""
-
-    def read(self, path: str, body: Any) -> Ask:
-        """Return what a body asks for at a path. Raises Refused."""
-
-    def take(self, episode: Any, ask: Ask, answer: Answer) -> None:
-        """Take a request."""
-
-    def leave(self, episode: Any, answer: Answer) -> None:
-        """Learn that a client has gone before its request was answered."""
-
-
 class Endpoint:
     """A server on a free port of the loopback, from its creation to the end of the process."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
         listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         turns = [
             Route(path, self._turn, methods=["POST"]) for path in ("/v1/chat/completions", "/inference/v1/generate")
         ]
         app = Starlette(
-            routes=[*turns, Route("/v1/models", self._models), Route("/health", _health)],
-            exception_handlers={Refused: _refusal, ClientDisconnect: _nobody},
+            routes=[*turns, Route("/v1/models", self._models), Route("/health", health)],
+            exception_handlers={HTTPException: _refusal, ClientDisconnect: nobody},
         )
         settings = uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=600
@@ -71,24 +55,20 @@ class Endpoint:
         server = uvicorn.Server(settings)
         threading.Thread(target=server.run, args=([listener],), name="endpoint", daemon=True).start()
 
-    def _admitted(self, request: Request) -> Any:
-        """Return the episode of a request, whose key is its bearer token."""
-        origin = request.headers.get("origin")
-        if not is_loopback(host_of(request.headers.get("host", ""))) or origin is not None:
-            # A web page whose name resolves to this machine's address (DNS rebinding) sends its own name.
+    def _admitted(self, request: Request) -> tuple[Play, str]:
+        """Return the episode of a request, whose key is its bearer token; see `Agents.admit`."""
+        if not is_local(request) or "origin" in request.headers:  # a web page
             raise Refused(403, "the endpoint answers programs of this machine", "forbidden")
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return self._desk.admit(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
+        return self._agents.admit(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
 
     async def _turn(self, request: Request) -> Response:
         episode = self._admitted(request)
         try:
-            body = json.loads(await asyncio.wait_for(_body(request), _ARRIVAL_S))
-        except TimeoutError:
-            raise Refused(408, "the request did not arrive in time") from None
+            body = json.loads(await body_of(request, _LARGEST_BODY, _ARRIVAL_S))
         except (ValueError, RecursionError):
             raise Refused(400, "the body is not JSON") from None
-        ask = self._desk.read(request.url.path, body)
+        ask = self._agents.read(request.url.path, body)
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Sampled | Refused] = loop.create_future()
 
@@ -100,16 +80,13 @@ class Endpoint:
             with suppress(RuntimeError):  # the process ends
                 loop.call_soon_threadsafe(settle, sampled)
 
-        self._desk.take(episode, ask, answer)
-        gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
-        try:
-            waiting: set[asyncio.Future[Any]] = {answered, gone}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            if not answered.done():
-                self._desk.leave(episode, answer)
+        self._agents.take(episode, ask, answer)
+        gone = asyncio.ensure_future(_disconnected(request))
+        waiting: list[asyncio.Future[Any]] = [answered, gone]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
         if not answered.done():
+            self._agents.leave(episode, answer)
             raise ClientDisconnect
         sampled = answered.result()
         if isinstance(sampled, Refused):
@@ -122,17 +99,8 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         self._admitted(request)
-        model = {"id": MODEL, "object": "model", "owned_by": "hybrid_grpo", "max_model_len": self._desk.context}
+        model = {"id": MODEL, "object": "model", "owned_by": "hybrid_grpo", "max_model_len": self._agents.context}
         return JSONResponse({"object": "list", "data": [model]})
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _LARGEST_BODY:
-            raise Refused(413, f"a body has at most {_LARGEST_BODY} bytes")
-    return bytes(body)
 
 
 async def _disconnected(request: Request) -> None:
@@ -140,16 +108,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
-
-
 async def _refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, HTTPException)
     # In the form of OpenAI's errors, whose clients raise the message.
-    found = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
-    return JSONResponse({"error": found}, error.status)
-
-
-async def _nobody(request: Request, error: Exception) -> Response:
-    return Response()  # the client has gone
+    code = getattr(error, "code", "invalid_request")
+    found = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": code}
+    return JSONResponse({"error": found}, error.status_code)

@@ -9,7 +9,6 @@ from typing import Any
 from hybrid_grpo.data.completion import Completion, Message, ObservationTokens, Prompt
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.distributed.workers.calls import Reply
-from hybrid_grpo.generation import Request
 from hybrid_grpo.generation.sequence import Finish, Sequence
 from hybrid_grpo.turns.agents.endpoint import Answer
 from hybrid_grpo.turns.agents.protocol import Ask
@@ -39,8 +38,6 @@ class History:
     """Answers this request."""
     turn: int = 0
     """Number of the last turn within its episode, from 0."""
-    read: int = 0
-    """Number of tokens before this turn."""
     completion: Completion | None = None
     """What was sampled, once the history has ended."""
 
@@ -70,12 +67,6 @@ class Play:
     """What the agent returned; None until it has ended."""
     completion: Completion | None = None
     """All that was sampled, once all histories have ended."""
-
-
-def play_of(request: Request, index: int, sample: int) -> Play:
-    """Return the episode of a request's sample."""
-    assert request.prompt is not None and request.max_total_tokens is not None, "an episode has a task and a limit"
-    return Play(index, sample, request.keys[sample], request.prompt, request.max_total_tokens)
 
 
 def stopped(histories: list[History]) -> Ready:

@@ -23,11 +23,6 @@ _LAST = 500
 """Characters of what a failed program wrote last that are reported."""
 
 
-def is_command(agent: str) -> bool:
-    """Whether an agent is given as a command line, and not as the place of a function."""
-    return " " in agent.strip()
-
-
 @dataclass(frozen=True)
 class AgentEntry:
     """`rollout.agent`, as passed to worker processes."""
@@ -38,7 +33,7 @@ class AgentEntry:
 
     def load(self, name: str) -> Agent:
         """Find the function of the entry. Raises UserError if there is none, or if it cannot be called."""
-        if is_command(self.agent):
+        if " " in self.agent:  # a command line
             return Agent(partial(_run, shlex.split(self.agent)), Interface([], None, True, 1), has_client=False)
         setting = f"{name} {self.agent}"
         function = import_object(self.agent, setting)

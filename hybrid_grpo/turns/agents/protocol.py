@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.chat_template import joined
 from hybrid_grpo.data.chat_text import clean
@@ -27,12 +29,12 @@ _NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0,
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """Why a request is not answered: a status of HTTP, and a line for the program."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+        super().__init__(status, message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Ask:
     limit: int | None = None
     """Maximum number of tokens to sample, if the program gave one."""
     has_logprobs: bool = False
+    """Whether a chat's reply has log-probabilities; after tokens it always has."""
     is_streamed: bool = False
 
 
@@ -76,11 +79,11 @@ def read(path: str, body: Any, config: RolloutConfig, stop_ids: Sequence[int], v
 def _chat(body: dict[str, Any], config: RolloutConfig) -> Ask:
     _check(body, config)
     tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
-    _refuse(not body["messages"], "messages has at least one message")
-    _refuse(choice not in ("auto", "none"), "tool_choice is auto or none: the policy chooses what it writes")
+    refuse(not body["messages"], "messages has at least one message")
+    refuse(choice not in ("auto", "none"), "tool_choice is auto or none: the policy chooses what it writes")
     kind = (body.get("response_format") or {"type": "text"})["type"]
-    _refuse(kind != "text", "response_format is text: the policy chooses what it writes")
-    _refuse(not all(isinstance(tool["function"]["name"], str) for tool in tools), "a tool is a function with a name")
+    refuse(kind != "text", "response_format is text: the policy chooses what it writes")
+    refuse(not all(isinstance(tool["function"]["name"], str) for tool in tools), "a tool is a function with a name")
     names: dict[str, str] = {}
     return Ask(
         [_message(message, names) for message in body["messages"]],
@@ -94,17 +97,18 @@ def _chat(body: dict[str, Any], config: RolloutConfig) -> Ask:
 def _after_tokens(body: dict[str, Any], config: RolloutConfig, stop_ids: Sequence[int], vocabulary: int) -> Ask:
     ids, sampling = body["token_ids"], body.get("sampling_params") or {}
     known = isinstance(ids, list) and all(type(token) is int and 0 <= token < vocabulary for token in ids)
-    _refuse(not ids or not known, f"token_ids has at least one token, all below {vocabulary}")
-    _refuse(bool(body.get("features")), "features: the endpoint takes no pictures")
+    refuse(not ids or not known, f"token_ids has at least one token, all below {vocabulary}")
+    refuse(bool(body.get("features")), "features: the endpoint takes no pictures")
     _check(sampling, config)
     for token in sampling.get("stop_token_ids") or ():
-        _refuse(token not in stop_ids, f"stop_token_ids {token} ends no turn: set rollout.stop_ids [{token}]")
-    return Ask(ids=ids, limit=_limit(sampling), has_logprobs=True)
+        refuse(token not in stop_ids, f"stop_token_ids {token} ends no turn: set rollout.stop_ids [{token}]")
+    return Ask(ids=ids, limit=_limit(sampling))
 
 
-def _refuse(condition: bool, message: str) -> None:
+def refuse(condition: bool, message: str, code: str = "invalid_request") -> None:
+    """Raise Refused, as the fault of the program that asks, if the condition holds."""
     if condition:
-        raise Refused(400, message)
+        raise Refused(400, message, code)
 
 
 def _check(asked: Mapping[str, Any], config: RolloutConfig) -> None:
@@ -112,17 +116,17 @@ def _check(asked: Mapping[str, Any], config: RolloutConfig) -> None:
     for name in _SAMPLING:
         value, own = asked.get(name), getattr(config, name)
         value = 0 if name == "top_k" and value == -1 else value  # off in vLLM
-        _refuse(value is not None and value != own, f"{name} {value!r} is not that of the run: leave it out, or {own}")
+        refuse(value is not None and value != own, f"{name} {value!r} is not that of the run: leave it out, or {own}")
     for name, neutral in _NEUTRAL.items():
-        _refuse(asked.get(name) not in (None, neutral), f"{name} {asked.get(name)!r} is not supported: leave it out")
+        refuse(asked.get(name) not in (None, neutral), f"{name} {asked.get(name)!r} is not supported: leave it out")
     stops = asked.get("stop") or []
     for text in [stops] if isinstance(stops, str) else stops:
-        _refuse(text not in config.stop_strings, f"stop {text!r} ends no turn: set rollout.stop_strings")
+        refuse(text not in config.stop_strings, f"stop {text!r} ends no turn: set rollout.stop_strings")
 
 
 def _limit(asked: Mapping[str, Any]) -> int | None:
-    limit = asked.get("max_completion_tokens", asked.get("max_tokens"))
-    _refuse(limit is not None and (type(limit) is not int or limit < 1), f"max_tokens {limit!r} is not 1 or more")
+    limit = asked.get("max_tokens") if asked.get("max_completion_tokens") is None else asked["max_completion_tokens"]
+    refuse(limit is not None and (type(limit) is not int or limit < 1), f"max_tokens {limit!r} is not 1 or more")
     return limit
 
 
@@ -146,7 +150,7 @@ def _call(call: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
 
 
-def said_by(sampled: Sampled) -> Message:
+def _said_by(sampled: Sampled) -> Message:
     """Return a turn as the message that a program gets, and sends back in its next request."""
     calls = [
         {
@@ -159,9 +163,9 @@ def said_by(sampled: Sampled) -> Message:
     return {"role": "assistant", "content": clean(sampled.turn.content), **({"tool_calls": calls} if calls else {})}
 
 
-def kept(message: Message) -> Message:
-    """Return a message of `said_by` as `read_chat` returns it."""
-    return _message(message, {})
+def remembered(sampled: Sampled) -> Message:
+    """Return a turn as it is read in the next request."""
+    return _message(_said_by(sampled), {})
 
 
 def _finish(sampled: Sampled) -> str:
@@ -185,7 +189,7 @@ def chat_reply(sampled: Sampled) -> dict[str, Any]:
     ]
     choice = {
         "index": 0,
-        "message": said_by(sampled),
+        "message": _said_by(sampled),
         "finish_reason": _finish(sampled),
         "logprobs": {"content": entries} if entries else None,
     }
@@ -198,7 +202,7 @@ def _head(sampled: Sampled, kind: str) -> dict[str, Any]:
 
 def chat_stream(sampled: Sampled) -> bytes:
     """Return the same as a stream of events, in which the turn is one piece: it can only be read once it has ended."""
-    head, message = _head(sampled, "chat.completion.chunk"), said_by(sampled)
+    head, message = _head(sampled, "chat.completion.chunk"), _said_by(sampled)
     for k, call in enumerate(message.get("tool_calls", ())):
         call["index"] = k
     pieces: list[dict[str, Any]] = [
@@ -213,10 +217,5 @@ def tokens_reply(sampled: Sampled) -> dict[str, Any]:
     """Return the body of a generation from tokens."""
     pairs = zip(sampled.ids, sampled.logp, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": _finite(logp)} for token, logp in pairs]
-    choice = {
-        "index": 0,
-        "token_ids": sampled.ids,
-        "finish_reason": sampled.finish,
-        "logprobs": {"content": content},
-    }
+    choice = {"index": 0, "token_ids": sampled.ids, "finish_reason": sampled.finish, "logprobs": {"content": content}}
     return {"request_id": f"turn-{sampled.read}", "choices": [choice], "usage": _usage(sampled)}

@@ -8,34 +8,32 @@ pages of whatever begins alike. The sequences of an episode are the histories of
 from __future__ import annotations
 
 import json
-import queue
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import Any
 
 from hybrid_grpo.config import environment_rewards
 from hybrid_grpo.config.composition import SamplingConfig
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Numbers, Rollout
-from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.data.packing import begin_alike
-from hybrid_grpo.data.prompts import TRUSTED
 from hybrid_grpo.distributed.workers.calls import Call, Reply
 from hybrid_grpo.distributed.workers.pool import Pool
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.generation.sequence import Finish, Sequence
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.turns.agents.endpoint import Answer, Endpoint
-from hybrid_grpo.turns.agents.histories import History, Play, Ready, begins, joined, play_of, stopped
+from hybrid_grpo.turns.agents.histories import History, Play, Ready, begins, joined, stopped
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
-from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, kept, read, said_by
-from hybrid_grpo.turns.reading import Reader, one_at_a_time, reader_of, turn_of
-from hybrid_grpo.turns.template import TurnTemplate, tool_message, user_message, written
+from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, read, refuse, remembered
+from hybrid_grpo.turns.reading import Reader, reader_of, turn_of
+from hybrid_grpo.turns.template import TurnTemplate, user_message
+from hybrid_grpo.turns.trajectory import Arrivals
 
 _TOO_LONG = "context_length_exceeded"
 _FOLLOWS = ("user", "tool")
@@ -43,13 +41,8 @@ _FOLLOWS = ("user", "tool")
 
 
 class Agents:
-    """The agents of a run and their endpoint; implements the decoder's `Turns` and the endpoint's `Desk`.
-
-    Args:
-        stop_ids: tokens that end a turn.
-
-    Raises UserError if the agent, or the tokenizer's chat template, cannot be used.
-    """
+    """The agents of a run and their endpoint; implements the decoder's `Turns`. Raises UserError if the agent, or the
+    tokenizer's chat template, cannot be used."""
 
     setting, begins_sequences = "rollout.agent", True
     schemas: tuple[dict[str, Any], ...] = ()
@@ -59,10 +52,8 @@ class Agents:
         rollout = self._config = config.rollout
         self._tokenizer, self._stop_ids, self._vocabulary = tokenizer, stop_ids, vocabulary_of(tokenizer)
         self._variables = config.data.chat_template_kwargs
-        self._ends = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
-        self._text = ChatText(tokenizer, str(tokenizer.get_chat_template()))
         self._known: dict[str, tuple[TurnTemplate, Reader | None]] = {}
-        """For tools as JSON, what the template writes between turns, and what reads calls; None without tools."""
+        """For tools as JSON, what the chat template writes, and what reads calls; None without tools."""
         template, _ = self._of_tools("[]", ())
         template.check(self.setting, user_message)
         if not rollout.keep_history:
@@ -78,11 +69,12 @@ class Agents:
         self._open: set[Play] = set()
         self._sampling: dict[int, History] = {}
         """Histories that have not ended, by the keys of their sequences."""
-        self._events: queue.SimpleQueue[tuple[Play, Any, Any]] = queue.SimpleQueue()
+        self._events: Arrivals[Callable[[], Ready]] = Arrivals()
+        """What to do when the decoder next looks for answers."""
         self._printed: set[str] = set()
         """Kinds of failures that have been printed."""
         self._ended: list[tuple[float, bool]] = []
-        self._waited_s = 0.0
+        """The seconds of each episode that has ended, and whether it failed."""
         self._read = self._read_again = 0
         """Tokens of histories that were read since the last call of `numbers`."""
 
@@ -96,28 +88,27 @@ class Agents:
         return prompts
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """Return metrics of a rollout's episodes, with seconds counted since the previous call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
+        """Return metrics of a rollout's episodes, with seconds counted since `begin` or the previous call."""
         ended, self._ended = self._ended, []
         (again, tokens), self._read_again, self._read = (self._read_again, self._read), 0, 0
         histories = [len(completion.histories) for completion in rollout.completions if completion.histories]
         return {
-            "time/tool_wait_s": (waited_s, 1),
+            "time/tool_wait_s": (self._events.waited_s(), 1),
             "agent/seconds": (sum(seconds for seconds, _ in ended) / max(len(ended), 1), len(ended)),
             "agent/failed_frac": (sum(failed for _, failed in ended) / max(len(ended), 1), len(ended)),
             "agent/read_again_frac": (again / max(tokens, 1), tokens),
             "agent/histories": (sum(histories) / max(len(histories), 1), len(histories)),
         }
 
-    # What the endpoint asks, on its own thread; see `Desk`.
+    # What the endpoint calls, on its own thread. Nothing here waits.
 
     @property
     def context(self) -> int:
-        """See `Desk`."""
+        """Maximum number of tokens of a history."""
         return max((play.longest for play in [*self._of_key.values()]), default=0)
 
     def admit(self, key: str) -> tuple[Play, str]:
-        """See `Desk`."""
+        """Return the episode with this key, and the attempt that asks. Raises Refused if there is none."""
         own, _, attempt = key.partition(".")
         play = self._of_key.get(own)
         if play is None:
@@ -125,16 +116,17 @@ class Agents:
         return play, attempt
 
     def read(self, path: str, body: Any) -> Ask:
-        """See `Desk`."""
+        """Return what a body asks for at a path. Raises Refused."""
         return read(path, body, self._config, self._stop_ids, self._vocabulary)
 
     def take(self, episode: tuple[Play, str], ask: Ask, answer: Answer) -> None:
-        """See `Desk`."""
-        self._events.put((episode[0], ask, (episode[1], answer)))
+        """Take a request."""
+        play, attempt = episode
+        self._events.put(partial(self._asked, play, attempt, ask, answer))
 
     def leave(self, episode: tuple[Play, str], answer: Answer) -> None:
-        """See `Desk`."""
-        self._events.put((episode[0], None, answer))
+        """Learn that a client has gone before its request was answered."""
+        self._events.put(partial(self._left, episode[0], answer))
 
     # What the decoder asks; see `Turns`.
 
@@ -147,19 +139,23 @@ class Agents:
         """Start an episode for every completion. Those of an earlier call are abandoned."""
         self._endpoint = self._endpoint or Endpoint(self)
         self._close()
-        self._plays = [
-            [play_of(request, index, k) for k in range(len(request.keys))] for index, request in enumerate(requests)
-        ]
+        self._ended = []
+        self._events.waited_s()
+        self._plays = []
+        for index, request in enumerate(requests):
+            prompt, longest = request.prompt, request.max_total_tokens
+            assert prompt is not None and longest is not None, "an episode has a task and a limit"
+            self._plays.append([Play(index, k, key, prompt, longest) for k, key in enumerate(request.keys)])
         self._open = {play for group in self._plays for play in group}
         self._of_key = {secrets.token_urlsafe(24): play for group in self._plays for play in group}
         for key, play in self._of_key.items():
             task = {**play.prompt.columns, "prompt": play.prompt.text}
             call = Call({"task": [task], "url": [f"{self._endpoint.url}/v1"], "key": [key]}, [None])
-            self._run(call).add_done_callback(partial(self._over, play))
+            self._run(call).add_done_callback(partial(self._returned, play))
 
-    def _over(self, play: Play, future: Any) -> None:
+    def _returned(self, play: Play, future: Any) -> None:
         if not future.cancelled():
-            self._events.put((play, future.result(), None))
+            self._events.put(partial(self._outcome, play, future.result()))
 
     def completions(self) -> list[list[Completion]]:
         """See `Turns`."""
@@ -169,48 +165,29 @@ class Agents:
     def _close(self) -> None:
         """Take no more requests, and refuse those that wait."""
         self._of_key, self._open = {}, set()
-        waiting = [history.answer for history in self._sampling.values() if history.ask is not None]
+        for history in self._sampling.values():
+            if history.ask is not None and history.answer is not None:
+                history.answer(_over())
         self._sampling = {}
-        while not self._events.empty():
-            _, asked, more = self._events.get()
-            waiting += [more[1]] if isinstance(asked, Ask) else []
-        for answer in filter(None, waiting):
-            answer(Refused(503, "the rollout is over", "closed"))
+        self.answers(0.0)
 
     def answers(self, patience_s: float) -> Ready:
         """See `Turns`."""
         ready: Ready = []
-        while True:
-            try:
-                if patience_s and not ready:
-                    begin_s = time.perf_counter()
-                    try:
-                        play, event, more = self._events.get(timeout=patience_s)
-                    finally:
-                        self._waited_s += time.perf_counter() - begin_s
-                else:
-                    play, event, more = self._events.get_nowait()
-            except queue.Empty:
-                return ready
-            if play not in self._open:
-                continue  # of a rollout that was given up
-            if isinstance(event, Reply):
-                ready += self._outcome(play, event)
-            elif isinstance(event, Ask):
-                ready += self._asked(play, event, *more)
-            else:
-                self._left(play, more)
+        while (event := self._events.next(0.0 if ready else patience_s)) is not None:
+            ready += event()
+        return ready
 
-    def _asked(self, play: Play, ask: Ask, attempt: str, answer: Answer) -> Ready:
+    def _asked(self, play: Play, attempt: str, ask: Ask, answer: Answer) -> Ready:
         """Begin the turn that an agent asks for, or refuse it."""
-        if play.outcome is not None:
-            answer(Refused(409, "the episode has ended", "closed"))
+        if play not in self._open or play.outcome is not None:
+            answer(_over())
             return []
         ready: Ready = []
         if attempt != play.attempt:
+            ready += stopped(play.histories)
             play.attempt, play.dropped, play.histories = attempt, play.dropped + play.histories, []
             play.turns, play.sampled, play.is_cut = 0, 0, False
-            ready += stopped(play.dropped)
         try:
             history, new = self._history(play, ask)
         except Refused as refusal:
@@ -218,7 +195,6 @@ class Agents:
             answer(refusal)
             return ready
         history.ask, history.answer, history.turn, play.turns = ask, answer, play.turns, play.turns + 1
-        history.read = len(history.sequence.tokens) + len(new)
         return [*ready, (history.sequence if history.sequence.tokens == [] else history.sequence.key, new)]
 
     def _history(self, play: Play, ask: Ask) -> tuple[History, list[int]]:
@@ -226,8 +202,8 @@ class Agents:
         config = self._config
         under_way = sum(history.sequence.turn_limit for history in play.histories if history.ask is not None)
         room = config.max_completion_tokens - play.sampled - under_way
-        _refuse_long(play.turns >= config.max_turns, f"rollout.max_turns is {config.max_turns}")
-        _refuse_long(room <= 0, f"rollout.max_completion_tokens is {config.max_completion_tokens}")
+        refuse(play.turns >= config.max_turns, f"rollout.max_turns is {config.max_turns}", _TOO_LONG)
+        refuse(room <= 0, f"rollout.max_completion_tokens is {config.max_completion_tokens}", _TOO_LONG)
         tools = json.dumps(ask.tools, sort_keys=True)
         history, new = self._continued(play, ask, tools)
         if history is None:
@@ -238,7 +214,7 @@ class Agents:
             repeats = max((begin_alike(new, h.sequence.tokens) for h in play.histories), default=0)
             history = History(play, of, tools, new, repeats)
         read = len(history.sequence.tokens) + len(new)
-        _refuse_long(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history")
+        refuse(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history", _TOO_LONG)
         history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
         if history.sequence.key not in self._sampling:
             self._sampling[history.sequence.key] = history
@@ -253,30 +229,22 @@ class Agents:
             read = [(len(h.sequence.tokens), h) for h in free if begins(ask.ids, h.sequence.tokens)]
             count, history = max(read, key=lambda of: of[0], default=(0, None))
             return history, ask.ids[count:]
-        template, _ = self._of_tools(tools, ask.tools)
         said = [(len(h.chat), h) for h in free if h.chat and h.tools == tools and begins(ask.chat, h.chat)]
         count, history = max(said, key=lambda of: of[0], default=(0, None))
-        if history is not None and all(message["role"] in _FOLLOWS for message in ask.chat[count:]):
-            return history, template.ids(history.sequence.tokens[-1], ask.chat[count:])
-        chat = [m if m["role"] in TRUSTED else {**m, "content": self._text.marked(m["content"])} for m in ask.chat]
         try:
-            return None, self._text.ids(written(self._tokenizer, chat, ask.tools, self._variables))
-        except Exception as error:  # a template is a program of the model's authors
-            raise Refused(400, f"the chat template refuses the messages: {error}") from error
+            template, _ = self._of_tools(tools, ask.tools)
+            if history is not None and all(message["role"] in _FOLLOWS for message in ask.chat[count:]):
+                return history, template.ids(history.sequence.tokens[-1], ask.chat[count:])
+            return None, template.whole(ask.chat)
+        except Exception as error:  # a template is a program of the model's authors, and may refuse anything
+            raise Refused(400, f"the chat template refuses the tools or the messages: {error}") from error
 
     def _of_tools(self, tools: str, schemas: Items[dict[str, Any]]) -> tuple[TurnTemplate, Reader | None]:
-        """Return what the template writes between turns, and what reads calls of the tools; None without tools."""
+        """Return what the template writes with these tools, and what reads their calls; None without tools."""
         if tools not in self._known:
+            config = self._config
             template = TurnTemplate(self._tokenizer, self._variables, [*schemas], self._stop_ids)
-            reader: Reader | None = None
-            if schemas:
-                kind, most, ends = self._config.tool_format, self._config.max_turn_calls, self._ends.values()
-                example = partial(tool_message, 0, schemas[0]["function"]["name"])
-                try:
-                    reader = reader_of(kind, self._tokenizer, self._variables, schemas, ends, most)
-                except UserError as error:
-                    raise Refused(400, f"tools: {error}") from error
-                reader = reader if template.takes_several(example) else one_at_a_time(reader)
+            reader = reader_of(template, config.tool_format, config.max_turn_calls) if schemas else None
             self._known[tools] = template, reader
         return self._known[tools]
 
@@ -297,20 +265,23 @@ class Agents:
             return finish
         play.sampled += len(ids)
         assert ask is not None and answer is not None
-        turn = turn_of(self._tokenizer, self._known[history.tools][1], self._ends, ids)
+        template, reader = self._known[history.tools]
+        turn = turn_of(template, reader, ids)
         texts = [self._tokenizer.decode([token]) for token in ids] if ask.chat and ask.has_logprobs else []
-        sampled = Sampled(turn, ids, sequence.logp[-len(ids) :], texts, history.read, finish)
+        sampled = Sampled(turn, ids, sequence.logp[-len(ids) :], texts, sequence.begin, finish)
         if ask.chat is not None:
-            history.chat = [*ask.chat, kept(said_by(sampled))]
+            history.chat = [*ask.chat, remembered(sampled)]
         answer(sampled)
         return None
 
-    def _left(self, play: Play, answer: Answer) -> None:
+    def _left(self, play: Play, answer: Answer) -> Ready:
         """Cut the turn whose client has gone."""
-        stopped([history for history in play.histories if history.answer is answer and history.ask is not None])
+        return stopped([history for history in play.histories if history.answer is answer and history.ask is not None])
 
     def _outcome(self, play: Play, reply: Reply) -> Ready:
         """Take what an agent returned, and end its histories."""
+        if play not in self._open:
+            return []  # of a rollout that was given up
         play.outcome, failure = reply, reply.failures[0]
         self._ended.append((time.perf_counter() - play.begin_s, failure is not None))
         if failure is not None and failure.kind not in self._printed:
@@ -340,6 +311,5 @@ class Agents:
         return play.completion
 
 
-def _refuse_long(condition: bool, message: str) -> None:
-    if condition:
-        raise Refused(400, message, _TOO_LONG)
+def _over() -> Refused:
+    return Refused(409, "the episode has ended", "closed")

@@ -83,12 +83,7 @@ class Instance:
 
 class Environments:
     """The classes of `rollout.environment`: a `Partner` that answers turns that are steps. `Tools` calls the others.
-
-    Creating it raises UserError if a class cannot be imported, or is not an environment.
-
-    Attributes:
-        kinds: entries of `rollout.environment`, by name; a single entry has an empty name.
-    """
+    Creating it raises UserError if a class cannot be imported, or is not an environment."""
 
     setting, reads_last = "rollout.environment", True
 
@@ -105,6 +100,7 @@ class Environments:
             name: Kind(rewards[name], index, interface.required, **interface.schema)
             for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True))
         }
+        """The entries by name; a single entry has an empty name."""
         self.shows = any(kind.shows and kind.steps for kind in self.kinds.values())
         self._instances: dict[int, Instance] = {}
         self.seconds = Seconds()
@@ -133,25 +129,24 @@ class Environments:
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Opening]:
         """Reset the environments of prompts, at most `_most` at a time, and wait for all. Failures are printed."""
         free = threading.BoundedSemaphore(self._most)
-        asked: list[Future[Reply] | None] = []
+        asked: list[Future[Reply]] = []
         for prompt, seed in zip(prompts, seeds, strict=True):
+            asked.append(future := Future[Reply]())
             if self.kind(prompt).silent:
-                asked.append(None)
+                future.set_result(Reply([{"said": None}], [None]))
                 continue
             free.acquire()
-            lease, future = self._leases.lease(self.kind(prompt).index), Future[Reply]()
+            lease = self._leases.lease(self.kind(prompt).index)
             future.add_done_callback(lambda _: free.release())
             lease.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
             lease.release()
-            asked.append(future)
         openings, failed = [], []
         for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
-            reply = None if begun is None else begun.result()
-            failure = None if reply is None else reply.failures[0]
-            said = reply.values[0]["said"] if reply is not None and failure is None else None
-            why = None if failure is None else failure.message
-            openings.append(Opening(seed, prompt.text, said, failure=why))
-            if failure is not None:
+            reply = begun.result()
+            if (failure := reply.failures[0]) is None:
+                openings.append(Opening(seed, prompt.text, reply.values[0]["said"]))
+            else:
+                openings.append(Opening(seed, prompt.text, failure=failure.message))
                 failed.append((prompt, failure))
         if failed:
             prompt, failure = failed[0]

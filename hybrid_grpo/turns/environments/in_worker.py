@@ -54,7 +54,10 @@ class EnvironmentEntry:
         """Find the class of the entry, which messages call `name`; raises UserError if it is no environment."""
         place, setting = self.factory.rpartition(":")[0], f"{name} {self.factory}"
         factory: Any = import_object(self.factory, setting)
-        kind = factory if inspect.isclass(factory) else type(_made(factory, setting))
+        try:
+            kind = factory if inspect.isclass(factory) else type(factory())
+        except Exception as error:
+            raise UserError(f"{setting}: making an environment raised {describe(error, None)}") from error
         refuse(
             any(base.__module__.startswith("openenv.") for base in kind.__mro__),
             f"{setting} is openenv's {kind.__name__}, whose turns are not text: give a class with reset and step around"
@@ -262,10 +265,3 @@ def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:
     if not tools:
         raise UserError(f"{setting} has no step, and no method that the model could call: give it one of them")
     return [described(MethodType(f, object()), f"{setting}: {n}") for n, f in tools.items()]
-
-
-def _made(factory: Callable[[], Any], setting: str) -> Any:
-    try:
-        return factory()
-    except Exception as error:
-        raise UserError(f"{setting}: making an environment raised {describe(error, None)}") from error

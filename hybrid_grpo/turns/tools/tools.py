@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -42,7 +42,6 @@ class Tools:
     Attributes:
         names: names of all tools, functions first.
         schemas: JSON schemas of all tools.
-        shows: whether results may have pictures.
     """
 
     setting, reads_last = "rollout.tools", False
@@ -122,7 +121,7 @@ class Tools:
         self.seconds.add(f"tool/{name}", seconds)
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        names = [f"tool/{name}" for name in tool_names(self.names)]
+        names = [f"tool/{name}" for name in (*self.names, UNKNOWN)]
         numbers = self.seconds.numbers(names)
         for name in names:
             numbers |= call_numbers(name, rollout.completions)
@@ -177,8 +176,3 @@ class _TurnCalls:
         if self._fault is not None:
             messages.append(tool_message(len(messages), UNKNOWN, error_text(self._fault)))
         return messages
-
-
-def tool_names(tools: Sequence[str]) -> list[str]:
-    """Return the names under which calls are counted."""
-    return [*tools, UNKNOWN] if tools else []

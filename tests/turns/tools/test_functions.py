@@ -33,7 +33,7 @@ def test_settings_of_tools_are_written_as_they_are_read_without_secrets():
     assert to_dict(config)["rollout"]["tools"] == tools
     assert build(TrainConfig, yaml.safe_load(dump(config))) == config
     secret = build(TrainConfig, {"rollout": {"tools": [{"function": ADD, "kwargs": {"api_key": "x"}}]}})
-    with pytest.raises(UserError, match=r"rollout\.tools: kwargs api_key is \*\*\*"):
+    with pytest.raises(UserError, match=r"rollout\.tools: kwargs api_key has \*\*\*"):
         build(TrainConfig, yaml.safe_load(dump(secret)))
 
 
