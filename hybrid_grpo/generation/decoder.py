@@ -213,7 +213,7 @@ class Decoder:
 def _state_6(sequence: Sequence) -> list[int]:
     """Return what the device knows of a sequence besides its pages, in the order of `_TOKEN` to `_OFFSET`."""
     s = sequence
-    return [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.position_offset]
+    return [s.tokens[-1], s.position, len(s.logp) - s.stream_begin, s.stream, 1, s.position_offset]
 
 
 def _to_host(moved: list[Tensor]) -> tuple[list[Tensor], Any]:

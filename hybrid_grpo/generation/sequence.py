@@ -109,7 +109,7 @@ class Sequence:
     request: int
     sample: int
     key: int
-    """Names the completion, and keys its random stream."""
+    """Names the completion, and keys its random stream if no other is given."""
     tokens: list[int]
     """The prompt and the tokens so far. The last one is not in the cache yet: the next step feeds it."""
     prompt: int
@@ -139,6 +139,10 @@ class Sequence:
     """Whether the turn has ended and has not been answered yet."""
     state: int = -1
     """Row of the cache's states that the sequence begins or continues from when it gets a slot."""
+    stream: int = 0
+    """Key of the random stream of the turn."""
+    stream_begin: int = 0
+    """Number of tokens that were sampled before the stream began."""
     known: int = 0
     """Number of its first tokens that were in the pages of others when it got a slot."""
     recorded: np.ndarray | None = None
@@ -149,6 +153,7 @@ class Sequence:
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 
     def __post_init__(self) -> None:
+        self.stream = self.stream or self.key
         self._begin_turn()
         if self.resumed_from is not None:
             self.tokens += self.resumed_from.token_ids

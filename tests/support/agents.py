@@ -18,7 +18,8 @@ TOOLS = [
 ]
 
 
-async def _said(client, messages, **more):
+async def _said(client, messages, after_s=0.0, **more):
+    await asyncio.sleep(after_s)
     reply = await client.chat.completions.create(model="policy", messages=messages, **more)
     return reply.choices[0].message.model_dump(exclude_none=True)
 
@@ -44,7 +45,9 @@ async def acts(task, client):
             messages = [*messages[:2], {"role": "user", "content": f"before: {turn}"}]
         if how == "splits":
             told = [[*messages, {"role": "user", "content": f"part {k}"}] for k in range(3)]
-            parts = await asyncio.gather(*(_said(client, chat) for chat in told[: 1 + turn]))
+            parts = await asyncio.gather(
+                *(_said(client, chat, after_s=k / 50) for k, chat in enumerate(told[: 1 + turn]))
+            )
             messages.append({"role": "user", "content": "".join(str(part["content"])[:3] for part in parts)})
         for call in said.get("tool_calls", ()):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": call["function"]["arguments"]})

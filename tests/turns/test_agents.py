@@ -93,7 +93,7 @@ def test_every_history_is_what_training_reads_whatever_the_memory(kind):
                 of = plain(torch.tensor([row.prompt + row.completion]), use_cache=False).logits[0].log_softmax(-1)
             logp += [float(of[len(row.prompt) + t - 1, row.completion[t]]) for t in row.targets]
             assert row.first == len(logp) - len(row.targets)
-        assert logp == pytest.approx(one.logp, abs=2e-5)
+        assert logp == pytest.approx(one.logp, abs=1e-4 if kind == "states" else 2e-5)
         assert [row.completion[t] for row in rows_of for t in row.targets] == one.token_ids
     assert kinds[1] and max(kinds) > 3, "some continue, others branch"
 

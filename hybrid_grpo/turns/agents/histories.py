@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +27,8 @@ class History:
     sequence: Sequence
     tools: str
     """The tools that the chat began with, as JSON."""
-    begins_with: list[int] = field(default_factory=list)
-    """What its first turn reads."""
     repeats: int = 0
-    """With how many of these another history of the episode began, or had become."""
+    """With how many of the tokens of its first turn another history of the episode began, or had become."""
     chat: list[Message] = field(default_factory=list)
     """Empty if the agent writes tokens."""
     ask: Ask | None = None
@@ -59,6 +58,8 @@ class Play:
     dropped: list[History] = field(default_factory=list)
     """Histories of earlier attempts, which do not count."""
     turns: int = 0
+    asked: Counter[int] = field(default_factory=Counter)
+    """How often each request was made, by its key."""
     sampled: int = 0
     """Tokens of all turns that have ended."""
     is_cut: bool = False

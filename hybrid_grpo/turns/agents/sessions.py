@@ -206,16 +206,19 @@ class Agents:
         refuse(room <= 0, f"rollout.max_completion_tokens is {config.max_completion_tokens}", _TOO_LONG)
         tools = json.dumps(ask.tools, sort_keys=True)
         history, new = self._continued(play, ask, tools)
+        # By what is asked and not by when, since of requests at the same time any may come first.
+        asked = stream_key(play.key, tools, json.dumps(ask.chat or ask.ids))
+        stream = stream_key(asked, play.asked[asked])
         if history is None:
-            # By what it reads and not by when it comes, so that requests at the same time have a fixed order.
-            alike = sum(h.begins_with == new for h in play.histories + play.dropped)
-            key, most = stream_key(play.key, *new, alike), config.max_completion_tokens
-            of = Sequence(play.request, play.sample, key, [], 0, most, max_total_tokens=play.longest)
+            most = config.max_completion_tokens
+            of = Sequence(play.request, play.sample, stream, [], 0, most, max_total_tokens=play.longest)
             repeats = max((begin_alike(new, h.sequence.tokens) for h in play.histories), default=0)
-            history = History(play, of, tools, new, repeats)
+            history = History(play, of, tools, repeats)
         read = len(history.sequence.tokens) + len(new)
         refuse(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history", _TOO_LONG)
         history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
+        history.sequence.stream, history.sequence.stream_begin = stream, len(history.sequence.logp)
+        play.asked[asked] += 1
         if history.sequence.key not in self._sampling:
             self._sampling[history.sequence.key] = history
             play.histories.append(history)
