@@ -1,7 +1,7 @@
 """What the tree of a micro-batch's rows saves: packing, forward and backward, beside rows that share whole prompts only
 and rows that share nothing.
 
-    python benchmarks/tree.py [--only qwen3,lfm2] [--repeats 5] [--json FILE]
+    python benchmarks/tree.py [--only smollm2,lfm2] [--repeats 5] [--json FILE]
 
 `agents` are 8 episodes of one prompt of 512 tokens; each has 8 turns of 64 tokens, of which an agent reads 16, and
 branches four ways: into two at the third turn, and each of these at the sixth. `group` are 8 prompts of 128 tokens with
@@ -23,8 +23,11 @@ from unittest.mock import patch
 import torch
 from machine import machine
 from parity import FAMILIES, random_model
+from tiny_models import tiny_config
+from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.data.packing import pack
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.states import install_state_functions
@@ -70,15 +73,24 @@ def passes(model: Any, rows: list[TokenRow], share: Any, shortest: int) -> tuple
     return time.perf_counter() - begin_s, sum(micro.input_ids_bS.numel() for micro in batches)
 
 
+def _model(family: str) -> Any:
+    """A model of a family of parity.py, or four of SmolLM2-135M's layers."""
+    if family != "smollm2":
+        return random_model(family, torch.float32)
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+    config = tiny_config("llama", 576, 4, max_position_embeddings=4096, **sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(FAMILIES))
+    parser.add_argument("--only", default="smollm2," + ",".join(FAMILIES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(threads=torch.get_num_threads())}
     for family in arguments.only.split(","):
-        model = random_model(family, torch.float32).train()
+        model = _model(family).train()
         install_state_functions(model)
         for name, rows in WORKLOADS.items():
             ways = {way: partial(passes, model, rows, *options) for way, options in WAYS.items()}
