@@ -90,7 +90,8 @@ def learn(steps: int) -> dict[str, Any]:
             lines = [json.loads(line) for line in (Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
             accuracy = [line["eval/heldout/accuracy"] for line in lines if "eval/heldout/accuracy" in line]
             seconds = sum(line.get("time/step_s", 0.0) for line in lines)
-            found[name] = {"seconds of steps": seconds, "accuracy": accuracy}
+            again = max(line.get("agent/read_again_frac", 0.0) for line in lines)
+            found[name] = {"seconds of steps": seconds, "accuracy": accuracy, "most read again": again}
             print(name, json.dumps(found[name]), flush=True)
     return found
 
