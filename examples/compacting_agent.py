@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from hybrid_grpo.data.tasks import Row, TaskRecipe
 
 RULES = "You keep a running total. After each number, answer with the new total and nothing else."
-LIMIT = 110
+LIMIT = 70
 """Tokens of a history after which it is compacted."""
 
 
 def numbers(held_out: bool) -> Iterator[Row]:
-    """Six numbers; those of held-out rows add up to an even total, and others to an odd one."""
+    """Four numbers; those of held-out rows add up to an even total, and others to an odd one."""
     draw = random.Random(0)
     while True:
-        found = [draw.randint(1, 9) for _ in range(6)]
+        found = [draw.randint(1, 9) for _ in range(4)]
         if (sum(found) % 2 == 0) == held_out:
             yield {"numbers": found}
 

@@ -1,7 +1,6 @@
 """Divides rows into micro-batches within a token budget: packed without padding, or padded with rows of similar length.
 
-Packed rows that begin alike form a tree, in which what they have in common is computed once: the prompt of a group, and
-what an agent's histories share.
+Packed rows form a tree, in which what several begin with is computed once.
 
 Every rank runs the same number of micro-batches, since each is a collective forward under ZeRO-3. A rank that has none
 left runs fillers, which are dummy micro-batches of one token and no rows.
@@ -93,7 +92,7 @@ def _in_common(rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
     return found
 
 
-def begin_alike(one: list[int], other: list[int]) -> int:
+def begin_alike(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of tokens with which two texts begin."""
     low, high = 0, min(len(one), len(other))
     while low < high:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.packing import begin_alike
 from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
 from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.routing import Recorder, Routing, routed
@@ -155,10 +156,10 @@ class PagedCache:
         # The lowest numbers are taken first, so that host memory that is never needed stays untouched.
         self._free = list(range(self.pages - 1, 0, -1))
         self._owners = [0] * self.pages
-        self._published: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._published: dict[int, dict[tuple[int, ...], int]] = {}
         """Pages that may be found, by the page before each, 0 for the first, and its tokens."""
         self._names: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """The keys of these pages in `_published`."""
+        """By these pages, the page before each and its tokens."""
         self.peak = 0
         """Most pages in use at one time."""
 
@@ -191,32 +192,41 @@ class PagedCache:
             self._owners[page] -= 1
             if not self._owners[page]:
                 self._free.append(page)
-                self._published.pop(self._names.pop(page, (0, ())), None)
+                self._hide(page)
 
     def publish(self, tokens: list[int], pages: list[int]) -> None:
-        """Let `find` return the full pages of a sequence that has read `tokens`, for as long as it owns them."""
+        """Let `find` return the pages of a sequence that has read `tokens`, for as long as it owns them."""
         before = 0
         for page, own in zip(pages, self._divided(tokens), strict=False):
             # What follows another sequence's page could outlive that page.
-            if self._published.setdefault((before, own), page) != page:
+            if self._published.setdefault(before, {}).setdefault(own, page) != page:
                 return
-            self._names[page], before = (before, own), page
+            if self._names.get(page) != (before, own):
+                self._hide(page)
+                self._names[page] = before, own
+            before = page
 
-    def find(self, tokens: list[int]) -> list[int]:
-        """Return published pages that hold the first of these tokens; none if the model has states, which are not in
-        pages."""
-        found: list[int] = []
-        if self._published and not self.states:
-            for own in self._divided(tokens):
-                page = self._published.get((found[-1] if found else 0, own))
-                if page is None:
-                    break
+    def _hide(self, page: int) -> None:
+        before, own = self._names.pop(page, (page, ()))
+        self._published.get(before, {}).pop(own, None)
+
+    def find(self, tokens: list[int]) -> tuple[list[int], int]:
+        """Return published pages that begin with these tokens, and how many tokens they have in common: the last page
+        may continue otherwise. There are none if the model has states, which are not in pages."""
+        found, common = list[int](), 0
+        for own in self._divided(tokens) if self._published and not self.states else ():
+            pages = self._published.get(found[-1] if found else 0, {})
+            alike, page = max(((begin_alike(own, other), page) for other, page in pages.items()), default=(0, 0))
+            if alike:
                 found.append(page)
-        return found
+            common += alike
+            if alike < self.page:
+                break
+        return found, common
 
     def _divided(self, tokens: list[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of full pages."""
-        return (tuple(tokens[at - self.page : at]) for at in range(self.page, len(tokens) + 1, self.page))
+        """Yield the tokens of each page."""
+        return (tuple(tokens[at : at + self.page]) for at in range(0, len(tokens), self.page))
 
     def copy(self, source: list[int], target: list[int]) -> None:
         if source:

@@ -150,6 +150,8 @@ class _Loop:
             if not schedule.ready:
                 groups = schedule.next_prefill_batch(self.prefill_tokens)
                 self.stats.prefills += len(groups)
+                for theirs, own in (pair for group in groups for pair in group.copied):
+                    schedule.cache.copy([theirs], [own])
                 self._read(groups, [group.known for group in groups])
                 for group in groups if self._shares else ():
                     schedule.cache.publish(group.tokens[:-1], group.pages)

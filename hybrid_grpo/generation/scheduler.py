@@ -34,6 +34,8 @@ class Group:
     """See `Sequence`."""
     known: int = 0
     """Number of tokens that the pages held before the group was read, as other sequences begin with them too."""
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    """If the known tokens end within a page, that page and the group's own."""
 
     @property
     def position(self) -> int:
@@ -88,10 +90,10 @@ class Scheduler:
         completions = sum(len(group.sequences) for group in self.ready)
         while self.pending and completions < wanted:
             group = self.pending[0]
-            found = self.cache.find(group.tokens[:-1])
-            group.known = len(found) * self.cache.page
+            found, group.known = self.cache.find(group.tokens[:-1])
+            whole = found[: group.known // self.cache.page]
             new = len(group.tokens) - 1 - group.known
-            need = self.cache.pages_for(new)
+            need = self.cache.pages_for(len(group.tokens) - 1) - len(whole)
             # One more page, which the group's first sequence writes to.
             if (
                 (batch and tokens + new > budget)
@@ -100,8 +102,9 @@ class Scheduler:
             ):
                 break
             self.pending.popleft()
-            self.cache.share(found)
-            group.pages, group.state = found + self.cache.allocate(need), self.cache.states.allocate()
+            self.cache.share(whole)
+            group.pages, group.state = whole + self.cache.allocate(need), self.cache.states.allocate()
+            group.copied = [*zip(found[len(whole) :], group.pages[len(whole) :], strict=False)]
             batch.append(group)
             completions += len(group.sequences)
             tokens += new

@@ -113,8 +113,7 @@ class Segments:
     ) -> Segments:
         """Return the segments of a tree. Each attends to the earlier one that it continues, whose number is in
         `parents` (-1: none), and to all that this one does."""
-        whole = {-1: np.empty(0, np.int64)}
-        """The tokens up to the end of each segment that others continue."""
+        whole = {-1: np.empty(0, np.int64)}  # by segment, its tokens and all that it continues
         prefix, paths = {-1: (0, 0)}, list[np.ndarray]()
         end = sum(own[-1])
         for number in sorted({*parents} - {-1}):

@@ -135,12 +135,13 @@ def test_others_ways_to_ask(how, tmp_path):
 
 @pytest.mark.process
 def test_what_is_read_again_is_counted():
-    """Of 104 and 120 tokens two pages of 32 are known, and 16 of the latter had been read besides."""
-    played = agents_of("branches")
-    [completion], _ = sampled(played, model_of("llama", played[1]), agents.rows(["talks"]), size=1)
-    assert completion.histories == (0, 1, 2)
-    rollout = SimpleNamespace(completions=[completion])
-    assert played[0].numbers(rollout)["agent/read_again_frac"] == (16 / 192, 192)
+    """Of 104 and 120 tokens 64 and 80 are known; a model with states reads them again."""
+    for architecture, again, tokens in (("llama", 0, 176), ("qwen3_5_text", 144, 320)):
+        played = agents_of("branches")
+        [completion], _ = sampled(played, model_of(architecture, played[1]), agents.rows(["talks"]), size=1)
+        assert completion.histories == (0, 1, 2)
+        rollout = SimpleNamespace(completions=[completion])
+        assert played[0].numbers(rollout)["agent/read_again_frac"] == (again / tokens, tokens)
 
 
 @pytest.mark.process
