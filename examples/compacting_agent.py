@@ -2,7 +2,9 @@ r"""An agent that forgets: it keeps a total of many numbers. Whenever its histor
 goes on with these alone. Notes and totals share one reward, so it learns to write down what it will need.
 
 python -m hybrid_grpo train --config training_scripts/quickstart.yaml --config examples/compacting_agent.yaml \
-    --policy.model SmolLM2-135M-Instruct.Q4_1.gguf
+    --policy.model ~/.cache/hybrid_grpo/SmolLM2-135M-Instruct.Q4_1.gguf
+
+The file of the model is the one that training_scripts/quickstart.sh has fetched.
 """
 
 import random

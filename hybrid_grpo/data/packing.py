@@ -1,9 +1,8 @@
 """Divides rows into micro-batches within a token budget: packed without padding, or padded with rows of similar length.
 
-Packed rows form a tree, in which what several begin with is computed once.
-
-Every rank runs the same number of micro-batches, since each is a collective forward under ZeRO-3. A rank that has none
-left runs fillers, which are dummy micro-batches of one token and no rows.
+Packed rows form a tree, in which what several begin with is computed once. Every rank runs the same number of
+micro-batches, since each is a collective forward under ZeRO-3. A rank that has none left runs fillers, which are dummy
+micro-batches of one token and no rows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hybrid_grpo.model.sidecars import Piece, TokenRow
 from hybrid_grpo.model.upload import Selection, upload
 
 _WORTH_SHARING = 0.1
-"""Minimum fraction of the tokens that sharing prompts must save, since it makes attention gather keys and use masks."""
+"""Minimum fraction of the tokens that sharing must save, since it makes attention gather keys and use masks."""
 _SHORTEST = 64
 """Fewest tokens beyond a prompt that rows share: a piece is one more segment of attention, and one more scan."""
 _ON_GPU, _ON_CPU = 16_384, 4_096
@@ -103,8 +102,7 @@ def begin_alike(one: Sequence[int], other: Sequence[int]) -> int:
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
     """Return the token budget of a micro-batch. A forward without gradients keeps no activations, so its budget is
-    several times as large. With gradient checkpointing, training keeps almost none either, so both budgets are
-    equal."""
+    larger, but not with gradient checkpointing, where training keeps almost none either."""
     tokens = policy.micro_batch_tokens or (_ON_GPU if on_gpu else _ON_CPU)
     return tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
 
@@ -119,7 +117,7 @@ def pack(
     together: int = 1,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
-    A row longer than the `budget` gets a micro-batch of its own. `share`: whether a prompt that several rows have is
+    A row longer than the `budget` gets a micro-batch of its own. `share`: whether what several rows begin with is
     computed once; auto: if that saves a tenth of the tokens. Rows with the same prompt, and with indices from
     k * together to (k + 1) * together - 1, are not separated."""
     units = _units(rows, together)

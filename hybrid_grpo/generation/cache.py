@@ -216,9 +216,10 @@ class PagedCache:
         found, common = list[int](), 0
         for own in self._divided(tokens) if self._published and not self.states else ():
             pages = self._published.get(found[-1] if found else 0, {})
-            alike, page = max(((begin_alike(own, other), page) for other, page in pages.items()), default=(0, 0))
+            candidates = [own] if own in pages else pages
+            alike, other = max(((begin_alike(own, other), other) for other in candidates), default=(0, own))
             if alike:
-                found.append(page)
+                found.append(pages[other])
             common += alike
             if alike < self.page:
                 break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -59,7 +60,7 @@ class TokenRow:
         pairs = enumerate(zip(prompt_ids, completion_ids, strict=True))
         return [cls(index, prompt, ids, range(len(ids))) for index, (prompt, ids) in pairs]
 
-    @property
+    @cached_property
     def ids(self) -> list[int]:
         """The tokens to compute: all but the last of the row, which predicts nothing."""
         return [*self.prompt, *self.completion[:-1]]
