@@ -51,7 +51,7 @@ setup(
     ],
     extras_require={
         # The client that rollout.agent hands to a function; verifiers 0.4 asks for one below 3.
-        "agents": ["openai>=1.60"],
+        "agents": ["openai[aiohttp]>=1.92"],
         # The pages as a site, mkdocs.yml.
         "docs": ["mkdocs-material>=9.7"],
         "flash": ["flash-attn>=2.7"],
@@ -79,7 +79,7 @@ setup(
             "mypy>=1.15",
             "nbclient>=0.10",
             "num2words>=0.5.8",
-            "openai>=1.60",
+            "openai[aiohttp]>=1.92",
             "peft>=0.21",
             "pillow>=10.1",
             "pytest>=8.2",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_grpo.data.completion import Completion
-from hybrid_grpo.data.episodes import Episode
+from hybrid_grpo.data.episodes import Episode, Part
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import SamplingMask
@@ -40,7 +40,9 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
     episode = row.get("episode")
     if episode is not None:
         steps = tuple((end, reward) for end, reward in episode["steps"])
-        episode = Episode(**{**episode, "steps": steps})
+        parts = tuple(Part(**{**part, "spans": tuple(map(tuple, part["spans"]))}) for part in episode["parts"])
+        chats = tuple(map(tuple, episode["chats"]))
+        episode = Episode(**{**episode, "steps": steps, "parts": parts, "chats": chats})
     return Completion(
         token_ids=_decoded(row["tokens"]).tolist(),
         logp=_decoded(row["logp"]).tolist(),

@@ -34,6 +34,18 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one of an episode's rewards is for: the turns of a role, or all that was sampled up to a turn."""
+
+    role: str
+    """Rewards of a role are compared with each other."""
+    reward: float
+    spans: tuple[tuple[int, int, float], ...]
+    """Begins and ends among the sampled tokens, ascending, and the weight of the reward there: tokens with several
+    rewards get their mean."""
+
+
+@dataclass(frozen=True)
 class Episode:
     """The outcome of a completion's environment."""
 
@@ -42,7 +54,11 @@ class Episode:
     steps: tuple[tuple[int, float], ...] = ()
     """For each turn with a reward, the number of sampled tokens up to the end of the turn, and the reward."""
     total: float | None = None
-    """The reward of the completion as a whole; None if the environment gives none."""
+    """The reward of the completion as a whole, the mean if it has `parts`; None if the environment gives none."""
+    parts: tuple[Part, ...] = ()
+    """What has a reward of its own; empty if one reward is for all."""
+    chats: tuple[tuple[dict[str, Any], ...], ...] = ()
+    """The messages of an agent's histories but the last, the prompt included."""
     state: dict[str, Any] | None = None
     """The attributes of the environment at the end, see `distributed/workers/snapshots.py`; None if it failed."""
     failure: str | None = None

@@ -7,6 +7,7 @@ difference, divided by a standard deviation that is also rounding noise, would b
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.config.grpo import Baseline, GrpoConfig, Scale
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
+from hybrid_grpo.data.episodes import Part
 from hybrid_grpo.grpo.baselines import BASELINES, SCALES, Total, centered, differ, group_scale, on_one_rank
 
 _LENGTH = "length/penalty"
@@ -56,17 +58,21 @@ def token_advantages(
     if group_size == 1:
         return torch.zeros(len(rollout.completions), max(rollout.lengths)), {}
     # On any rank: a rank whose functions scored no step still takes part in the deviation over all ranks.
-    scores_steps = bool(sum_over_ranks(torch.tensor(int(scores.steps is not None))))
+    parts = [of.episode.parts if of.episode else () for of in rollout.completions]
+    found = torch.tensor([int(scores.steps is not None), int(any(parts))])
+    scores_steps, has_parts = map(bool, sum_over_ranks(found).tolist())
     if scores_steps and grpo.combine_rewards == "normalize":
         raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
     if scores_steps and grpo.baseline == "best_other":
         raise RunStopped("grpo.baseline best_other is not defined for rewards of steps: set it to mean")
+    if has_parts and grpo.baseline == "optimal":
+        raise RunStopped("grpo.baseline optimal is not defined for several rewards of an episode: set it to mean")
     reward_B, numbers = penalized_rewards(rollout, scores, grpo, max_completion_tokens, weights)
     if kl_BT is not None:
         reward_B = reward_B - beta * kl_BT.sum(1).double().cpu()
     steps, lengths, scale = scores.steps or [[] for _ in rollout.completions], rollout.lengths, grpo.scale_rewards
     weight_B = torch.tensor(lengths, dtype=torch.float64)
-    if variance_BT is not None or (scores_steps and grpo.step_credit == "reward_to_go"):
+    if variance_BT is not None or (scores_steps and not has_parts and grpo.step_credit == "reward_to_go"):
         to_go = partial(reward_to_go_advantages, baseline=grpo.baseline, scale=scale, sum_over_ranks=sum_over_ranks)
         weight_BT = weight_B[:, None] if variance_BT is None else variance_BT
         return to_go(reward_B, steps, lengths, group_size, discount=grpo.step_discount, weight_BT=weight_BT), numbers
@@ -74,6 +80,9 @@ def token_advantages(
         reward_B, group_size, baseline=grpo.baseline, scale=scale, sum_over_ranks=sum_over_ranks, weight_B=weight_B
     )
     advantages_BT = advantages_B[:, None].expand(-1, max(lengths))
+    if has_parts:
+        rewarded = [[] if missing else of for of, missing in zip(parts, reward_B.isnan().tolist(), strict=True)]
+        return advantages_BT + part_advantages(rewarded, lengths, group_size, scale, sum_over_ranks), numbers
     if scores_steps:
         advantages_BT = advantages_BT + step_advantages(
             steps, lengths, group_size, scale=scale, sum_over_ranks=sum_over_ranks, discount=grpo.step_discount
@@ -186,18 +195,44 @@ def step_advantages(
         [(row, end, reward) for row in range(first, first + num_generations) for end, reward in steps[row]]
         for first in range(0, len(steps), num_generations)
     ]
-    widest = max(1, *map(len, groups)) if groups else 1
-    reward_PN = torch.tensor(
-        [[r for _, _, r in group] + [0.0] * (widest - len(group)) for group in groups], dtype=torch.float64
-    ).view(-1, widest)
-    applies_PN = torch.arange(widest) < torch.tensor([len(group) for group in groups])[:, None]
-    centered_PN = centered(reward_PN, applies_PN)
-    scaled_PN = centered_PN / SCALES[scale](reward_PN, centered_PN, applies_PN, sum_over_ranks)
     scaled: Steps = [[] for _ in steps]
-    for group, values in zip(groups, scaled_PN.tolist(), strict=True):
+    compared = _compared([[reward for *_, reward in group] for group in groups], scale, sum_over_ranks)
+    for group, values in zip(groups, compared, strict=True):
         for (row, end, _), value in zip(group, values, strict=False):
             scaled[row].append((end, value))
     return _still_to_come(scaled, lengths, discount).to(torch.float32)
+
+
+def part_advantages(
+    parts: Sequence[Sequence[Part]],
+    lengths: list[int],
+    num_generations: int,
+    scale: Scale,
+    sum_over_ranks: Total = on_one_rank,
+) -> Tensor:
+    """Return token advantages from rewards of parts of episodes, [B] by their `Part`: the mean of a role's rewards in a
+    group is subtracted from each of them, and the result is divided by `scale` (see `step_advantages`). A token's
+    advantage is the weighted sum over the parts that have it. Returns float32 [B, T]."""
+    of_role = defaultdict[tuple[int, str], list[tuple[int, Part]]](list)
+    for row, of in enumerate(parts):
+        for part in of:
+            of_role[row // num_generations, part.role].append((row, part))
+    compared = _compared([[part.reward for _, part in of] for of in of_role.values()], scale, sum_over_ranks)
+    advantages_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.float64)
+    for found, values in zip(of_role.values(), compared, strict=True):
+        for (row, part), value in zip(found, values, strict=False):
+            for begin, end, weight in part.spans:
+                advantages_BT[row, begin:end] += weight * value
+    return advantages_BT.to(torch.float32)
+
+
+def _compared(rewards: list[list[float]], scale: Scale, sum_over_ranks: Total) -> list[list[float]]:
+    """Return each list minus its mean, divided by `scale`; zeros follow it."""
+    widest = max(1, *map(len, rewards)) if rewards else 1
+    reward_PN = torch.tensor([of + [0.0] * (widest - len(of)) for of in rewards], dtype=torch.float64).view(-1, widest)
+    applies_PN = torch.arange(widest) < torch.tensor([len(of) for of in rewards])[:, None]
+    centered_PN = centered(reward_PN, applies_PN)
+    return (centered_PN / SCALES[scale](reward_PN, centered_PN, applies_PN, sum_over_ranks)).tolist()
 
 
 def reward_to_go_advantages(

@@ -176,6 +176,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                 **({"policies": completion.policies} if completion.carried else {}),
                 "completion": completion.text,
                 **({"messages": completion.messages} if completion.messages else {}),
+                **({"chats": of.chats} if (of := completion.episode) and of.chats else {}),
                 "reward": reward,
                 "rewards": {name: values[row] for name, values in rewards.items()},
                 "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_grpo.grpo.advantages import group_advantages, reward_to_go_advantages, step_advantages
+from hybrid_grpo.data.episodes import Part
+from hybrid_grpo.grpo.advantages import group_advantages, part_advantages, reward_to_go_advantages, step_advantages
 
 
 def ragged(seed: int, rows: int, size: int):
@@ -164,6 +165,26 @@ def test_reward_to_go_tells_where_completions_of_one_sum_earned_it() -> None:
     mine = reward_to_go_advantages(whole_B, steps, [2, 2], 2, baseline="mean", scale="group")
     # The first token is worth the same in both, and only one of the second ones something.
     assert torch.allclose(mine, torch.tensor([[0.0, -(0.5**0.5)], [0.0, 0.5**0.5]]), atol=1e-3)
+
+
+def test_parts_are_compared_by_role() -> None:
+    """White earns 1 and 3, black 4 and 0, and a role without an opponent nothing; a second group has equal rewards."""
+    parts = [
+        [Part("white", 1.0, ((0, 1, 1.0), (2, 3, 0.5))), Part("black", 4.0, ((1, 2, 1.0), (2, 3, 0.5)))],
+        [Part("white", 3.0, ((0, 2, 1.0),)), Part("black", 0.0, ((2, 3, 1.0),)), Part("grey", 9.0, ((3, 4, 1.0),))],
+        *[[Part("white", 0.1, ((0, 3, 1.0),))], []],
+        *[[Part("white", 0.1, ((0, 3, 1.0),))], [Part("white", 0.1, ((0, 3, 1.0),))]],
+    ]
+    lengths = [3, 4, 3, 3, 3, 3]
+    own = torch.zeros(6, 4)
+    own[:2] = torch.tensor([[-1.0, 2.0, 0.5, 0.0], [1.0, 1.0, -2.0, 0.0]])
+    assert part_advantages(parts, lengths, 2, "none").equal(own)
+    seen: list[torch.Tensor] = []
+    split = slice(0, 2), slice(2, 6)
+    for ranks in (lambda local: seen.append(local) or local, lambda _: sum(seen)):
+        found = [part_advantages(parts[of], lengths[of], 2, "batch", ranks)[:, :3] for of in split]
+    # Eight rewards, of which four are not their role's mean.
+    assert torch.allclose(torch.cat(found), own[:, :3] / ((10 / 7) ** 0.5 + 1e-4))
 
 
 @pytest.mark.parametrize("to_go", [False, True])

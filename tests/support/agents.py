@@ -18,9 +18,9 @@ TOOLS = [
 ]
 
 
-async def _said(client, messages, after_s=0.0, **more):
+async def _said(client, messages, after_s=0.0, model="policy", **more):
     await asyncio.sleep(after_s)
-    reply = await client.chat.completions.create(model="policy", messages=messages, **more)
+    reply = await client.chat.completions.create(model=model, messages=messages, **more)
     return reply.choices[0].message.model_dump(exclude_none=True)
 
 
@@ -57,14 +57,14 @@ async def acts(task, client):
 
 
 async def talks(task, client):
-    """Answer a turn by its letters; forget all but the question where it has none."""
+    """Answer a turn by its letters; forget all but the question where it has none. Two speak in turn."""
     messages, count = list(task["prompt"]), 0
-    for _ in range(5):
-        said = await _said(client, messages, max_tokens=6, tools=TOOLS)
+    for turn in range(5):
+        said = await _said(client, messages, model=("first", "second")[turn % 2], max_tokens=6, tools=TOOLS)
         heard = "".join(letter for letter in said["content"] if letter in "abcd")[:3]
         count += len(heard)
         messages = [*messages, said, {"role": "user", "content": heard}] if heard else list(task["prompt"])
-    return float(count)
+    return {"first": float(count), "second": -float(len(messages))}
 
 
 async def writes_tokens(task, client):
@@ -87,6 +87,26 @@ async def branches(task, client):
         body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 5}}
         await client.post("/../inference/v1/generate", body=body, cast_to=object)
     return 1.0
+
+
+async def rewards_parts(task, client):
+    """White and black speak in one chat; or two replies go on with a beginning, and a third with part of it."""
+    if task["how"] == "roles":
+        chat = list(task["prompt"])
+        for role in ("white", "black", "white", "grey"):
+            reply = await client.chat.completions.create(model=role, messages=chat, max_tokens=5)
+            chat += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": role}]
+        return {"white": 1.0, "black": -1.0 if task["seed"] else 0.0}
+    more = {"max_tokens": 6, "extra_body": {"return_token_ids": True}}
+    root = await client.chat.completions.create(model="policy", messages=task["prompt"], **more)
+    ids = [*root.prompt_token_ids, *root.choices[0].token_ids]
+    found = {root.id: 9.0} if task["how"] == "root" else {}
+    for beginning in (ids, [*ids, 9, 10], [*ids[:-2], 9]):
+        body = {"token_ids": beginning, "sampling_params": {"max_tokens": 4}}
+        reply = await client.post("/../inference/v1/generate", body=body, cast_to=object)
+        assert isinstance(reply["choices"][0]["text"], str)
+        found[reply["request_id"]] = float(len(found))
+    return {"nobody": 1.0} if task["how"] == "nobody" else found
 
 
 def waits(task, client):

@@ -134,6 +134,35 @@ def test_others_ways_to_ask(how, tmp_path):
 
 
 @pytest.mark.process
+def test_roles_and_replies_have_rewards_of_their_own():
+    """A role's is for its turns in a chat that others speak in too; a reply's also for what it read and was sampled."""
+    played = agents_of("rewards_parts")
+    rows = agents.rows(["roles", "tree", "root", "nobody"])
+    roles, tree, root, nobody = sampled(played, model_of("llama", played[1]), rows, size=1)[0]
+    assert completion_of(json.loads(json.dumps(record_of(tree)))) == tree
+    white, black = roles.episode.parts
+    ends = [place for place, _ in roles.observations[1:]] + [len(roles.token_ids)]
+    assert roles.histories == (0,) and roles.episode.total == 0.5
+    assert white.spans == ((0, ends[0], 1.0), (ends[1], ends[2], 1.0)) and black.spans == ((ends[0], ends[1], 1.0),)
+    # The second continues the chat's history, the first begins like it, and the third like all but two of its tokens.
+    third, second = (tree.observations[start][0] for start in tree.histories[:0:-1])
+    root_of, shared, of = tree.observations[1][0], tree.observations[1][0] - 2, len(tree.token_ids)
+    by_reward = {part.reward: part.spans for part in tree.episode.parts}
+    head = ((0, shared, 1 / 3), (shared, root_of, 1 / 2))
+    assert by_reward == {
+        0.0: (*head, (second, third, 1.0)),
+        1.0: (*head, (root_of, second, 1.0)),
+        2.0: (head[0], (third, of, 1.0)),
+    }
+    of_root = next(part.spans for part in root.episode.parts if part.reward == 9.0)
+    assert of_root == (
+        (0, root.observations[1][0] - 2, 1 / 4),
+        (root.observations[1][0] - 2, root.observations[1][0], 1 / 3),
+    )
+    assert "neither a model that it named nor the id of a reply" in nobody.episode.failure
+
+
+@pytest.mark.process
 def test_what_is_read_again_is_counted():
     """Of 104 and 120 tokens 64 and 80 are known; a model with states reads them again."""
     for architecture, again, tokens in (("llama", 0, 176), ("qwen3_5_text", 144, 320)):

@@ -104,10 +104,13 @@ def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
 
 
 @pytest.mark.ranks
-def test_histories_of_an_agent_share_a_reward(runs):
+def test_histories_of_an_agent_share_rewards(runs):
+    """Those of its two roles: a completion's reward is their mean."""
     lines, metrics = runs["agent"]
     assert metrics[-1]["agent/histories"] > 1 and metrics[-1]["agent/failed_frac"] == 0
     assert metrics[-1]["reward/talks/mean"] == pytest.approx(
         sum(line["rewards"]["talks"] for line in lines) / len(lines)
     )
-    assert len({line["advantage"] for line in lines}) > 1
+    assert len({line["advantage"] for line in lines}) > 1 and all(len(line["steps"]) == 2 for line in lines)
+    assert sum(len(line.get("chats", ())) + 1 for line in lines) == len(lines) * metrics[-1]["agent/histories"]
+    assert [sum(share for _, share in line["steps"]) for line in lines] == [line["rewards"]["talks"] for line in lines]

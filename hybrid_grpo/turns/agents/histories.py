@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from hybrid_grpo.data.completion import Completion, Message, ObservationTokens, Prompt
-from hybrid_grpo.data.episodes import Episode
-from hybrid_grpo.distributed.workers.calls import Reply
+from hybrid_grpo.data.episodes import Episode, Part
+from hybrid_grpo.data.packing import begin_alike
+from hybrid_grpo.distributed.workers.calls import Failure, Reply, failed
 from hybrid_grpo.generation.sequence import Finish, Sequence
 from hybrid_grpo.turns.agents.endpoint import Answer
 from hybrid_grpo.turns.agents.protocol import Ask
@@ -37,6 +42,8 @@ class History:
     """Answers this request."""
     turn: int = 0
     """Number of the last turn within its episode, from 0."""
+    said: list[tuple[str, str, int]] = field(default_factory=list)
+    """The replies that it got: the name of each, the role that asked, the number of sampled tokens up to its end."""
     completion: Completion | None = None
     """What was sampled, once the history has ended."""
 
@@ -94,8 +101,11 @@ def joined(play: Play, outcome: Reply, reward: str) -> Completion:
         observations += [(len(ids) + place, given) for place, given in completion.observations]
         ids += completion.token_ids
         logp += completion.logp
-    last = max(play.histories, key=lambda history: history.turn)
-    text, asked = last.completion.text if last.completion else "", play.prompt.text
+    value = outcome.values[0]
+    parts = _parts(play.histories, value) if isinstance(value, dict) else ()
+    total = value if not isinstance(value, dict) else mean(value.values()) if value else None
+    *others, last = sorted(play.histories, key=lambda history: history.turn)
+    words, asked = _words(last), play.prompt.text
     before: list[Message] = [user_message(asked)] if isinstance(asked, str) else asked
     chat = last.chat[len(before) :] if begins(last.chat, before) else last.chat
     failure = outcome.failures[0]
@@ -103,13 +113,67 @@ def joined(play: Play, outcome: Reply, reward: str) -> Completion:
         ids,
         logp,
         "length" if play.is_cut else "stop",
-        text,
+        words["content"],
         tuple(observations),
-        tuple(chat) or (assistant_message(text, []),),
+        tuple(chat) or (words,),
         learned=bool(starts),
-        episode=Episode(reward, total=outcome.values[0], failure=failure.message if failure else None),
+        episode=Episode(
+            reward,
+            total=total,
+            parts=parts,
+            chats=tuple(tuple(of.chat) or (_words(of),) for of in others),
+            failure=failure.message if failure else None,
+        ),
         histories=tuple(starts),
     )
+
+
+def _words(history: History) -> Message:
+    """What was sampled last in a history that its agent wrote in tokens."""
+    return assistant_message(history.completion.text if history.completion else "", [])
+
+
+def checked(play: Play, reply: Reply) -> Reply:
+    """Return what an agent returned, failed if it rewards what is neither a role nor a reply of the episode."""
+    names = {name for history in play.histories for *of, _ in history.said for name in of}
+    value = reply.values[0]
+    unknown = [name for name in value if name not in names] if isinstance(value, dict) else []
+    if not unknown:
+        return reply
+    why = f"returned a reward for {unknown[0]!r:.80}, which is neither a model that it named nor the id of a reply"
+    return failed(Failure("invalid", why), 1)
+
+
+def _parts(histories: list[History], rewards: dict[str, float]) -> tuple[Part, ...]:
+    """Return what each reward is for. That of a role is for its turns. That of a reply is for the reply and for what
+    was sampled of all that it had read."""
+    completions = [history.completion for history in histories if history.completion is not None]
+    read = [(of.read_ids, np.array(of.sampled_places, dtype=np.int64)) for of in completions]
+    roles, masks = dict[str, str](), dict[str, np.ndarray]()
+    for number, history in enumerate(histories):
+        ids, places = read[number]
+        begin = 0
+        for id, role, end in history.said:
+            if role in rewards:
+                mask = masks.setdefault(roles.setdefault(role, role), np.zeros(sum(len(p) for _, p in read), bool))
+                first = sum(len(p) for _, p in read[:number])
+                mask[first + begin : first + end] = True
+            if id in rewards:
+                roles[id] = role
+                path = ids[: places[end - 1] + 1]
+                # What another history sampled behind this beginning was not read, even where it is the same.
+                known = [min(begin_alike(path, other), int(places[0])) for other, _ in read]
+                known[number] = len(path)
+                masks[id] = np.concatenate([p < most for (_, p), most in zip(read, known, strict=True)])
+            begin = end
+    count = np.maximum(sum(masks.values(), start=np.zeros(1, np.int64)), 1)
+    return tuple(Part(roles[name], rewards[name], _spans(mask / count)) for name, mask in masks.items())
+
+
+def _spans(weights: np.ndarray) -> tuple[tuple[int, int, float], ...]:
+    """Return where weights are above 0: begins, ends and weights."""
+    edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)]
+    return tuple((begin, end, float(weights[begin])) for begin, end in pairwise(edges) if weights[begin])
 
 
 def begins(whole: list[Any], part: list[Any]) -> bool:

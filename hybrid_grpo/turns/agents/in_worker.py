@@ -11,6 +11,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,9 +49,9 @@ class AgentEntry:
         is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
         return Agent(function, Interface([], None, is_async, 1))
 
-    def checked(self, value: Any, expected: None) -> float | None:
-        """Return the reward of an episode; None if the agent gives none."""
-        if value is not None and finite(value) is None:
+    def checked(self, value: Any, expected: None) -> float | dict[str, float] | None:
+        """Return the reward of an episode, or those of its roles or replies; None if the agent gives none."""
+        if value is not None and any(finite(each) is None for each in _each(value)):
             raise ValueError(value)
         return value
 
@@ -93,19 +94,29 @@ class Agent:
             import openai
 
             kind = openai.AsyncOpenAI if self.interface.is_async else openai.OpenAI
-            self._client = kind(base_url=url, api_key=key, max_retries=0, timeout=None)
+            more: dict[str, Any] = {}
+            with suppress(AttributeError, RuntimeError):  # without aiohttp, which takes half of httpx's time
+                more = {"http_client": openai.DefaultAioHttpClient(timeout=None)} if self.interface.is_async else {}
+            self._client = kind(base_url=url, api_key=key, max_retries=0, timeout=None, **more)
         return task, self._client.with_options(api_key=key)
 
 
+def _each(value: Any) -> list[Any]:
+    return [*value.values()] if isinstance(value, dict) else [value]
+
+
 def _replied(result: Any) -> Reply:
-    if result is None or finite(result) is not None:
-        return Reply([None if result is None else float(result)], [None])
-    return failed(Failure("invalid", f"returned {type_of(result)}: return the reward as a number, or None"), 1)
+    if any(finite(each) is None for each in _each(result)) and result is not None:
+        why = f"returned {type_of(result)}: return the reward as a number, a dict of numbers, or None"
+        return failed(Failure("invalid", why), 1)
+    if isinstance(result, dict):
+        return Reply([{str(name): float(reward) for name, reward in result.items()}], [None])
+    return Reply([None if result is None else float(result)], [None])
 
 
-async def _run(command: list[str], task: dict[str, Any], variables: dict[str, str]) -> float | None:
+async def _run(command: list[str], task: dict[str, Any], variables: dict[str, str]) -> Any:
     """Run a program, with the task as JSON on its standard input. Its reward is the last line that it writes, if that
-    is a number. Raises RuntimeError if it fails."""
+    is JSON: a number or an object. Raises RuntimeError if it fails."""
     program = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
@@ -123,7 +134,7 @@ async def _run(command: list[str], task: dict[str, Any], variables: dict[str, st
         raise RuntimeError(f"the program ended with status {program.returncode}: {said}")
     last = out.decode(errors="replace").strip().rpartition("\n")[2]
     try:
-        return float(last)
+        return json.loads(last)
     except ValueError:
         if last:
             print(last, file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from hybrid_grpo.data.completion import Message
 from hybrid_grpo.turns.calls import Turn
 
 MODEL = "policy"
-"""The name under which the policy is served. Requests may give any other."""
+"""The name under which the policy is served. Requests may give any other, as the role that is played."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "min_tokens": 0}
 """Settings that have no counterpart here, with the value that changes nothing."""
@@ -41,6 +41,8 @@ class Refused(HTTPException):
 class Ask:
     """A turn that a program asks for, after a chat or after tokens."""
 
+    role: str = MODEL
+    """The model that the program named."""
     chat: list[Message] | None = None
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the tools that the chat names."""
@@ -50,13 +52,18 @@ class Ask:
     has_logprobs: bool = False
     """Whether a chat's reply has log-probabilities; after tokens it always has."""
     is_streamed: bool = False
+    has_ids: bool = False
+    """Whether a chat's reply has its tokens, as with vLLM."""
 
 
 @dataclass(frozen=True)
 class Sampled:
     """The turn that a program gets."""
 
+    id: str
     turn: Turn
+    before: list[int]
+    """The tokens before the turn; empty unless the program wants them."""
     ids: list[int]
     logp: list[float]
     tokens: list[str]
@@ -86,11 +93,13 @@ def _chat(body: dict[str, Any], config: RolloutConfig) -> Ask:
     refuse(not all(isinstance(tool["function"]["name"], str) for tool in tools), "a tool is a function with a name")
     names: dict[str, str] = {}
     return Ask(
+        str(body.get("model") or MODEL),
         [_message(message, names) for message in body["messages"]],
         () if choice == "none" else tuple(tools),
         limit=_limit(body),
         has_logprobs=bool(body.get("logprobs")),
         is_streamed=bool(body.get("stream")),
+        has_ids=bool(body.get("return_token_ids")),
     )
 
 
@@ -102,7 +111,7 @@ def _after_tokens(body: dict[str, Any], config: RolloutConfig, stop_ids: Sequenc
     _check(sampling, config)
     for token in sampling.get("stop_token_ids") or ():
         refuse(token not in stop_ids, f"stop_token_ids {token} ends no turn: set rollout.stop_ids [{token}]")
-    return Ask(ids=ids, limit=_limit(sampling))
+    return Ask(str(body.get("model") or MODEL), ids=ids, limit=_limit(sampling))
 
 
 def refuse(condition: bool, message: str, code: str = "invalid_request") -> None:
@@ -192,12 +201,14 @@ def chat_reply(sampled: Sampled) -> dict[str, Any]:
         "message": _said_by(sampled),
         "finish_reason": _finish(sampled),
         "logprobs": {"content": entries} if entries else None,
+        **({"token_ids": sampled.ids} if sampled.before else {}),
     }
-    return {**_head(sampled, "chat.completion"), "choices": [choice], "usage": _usage(sampled)}
+    asked = {"prompt_token_ids": sampled.before} if sampled.before else {}
+    return {**_head(sampled, "chat.completion"), "choices": [choice], "usage": _usage(sampled), **asked}
 
 
 def _head(sampled: Sampled, kind: str) -> dict[str, Any]:
-    return {"id": f"turn-{sampled.read}", "object": kind, "created": int(time.time()), "model": MODEL}
+    return {"id": sampled.id, "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def chat_stream(sampled: Sampled) -> bytes:
@@ -218,4 +229,5 @@ def tokens_reply(sampled: Sampled) -> dict[str, Any]:
     pairs = zip(sampled.ids, sampled.logp, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": _finite(logp)} for token, logp in pairs]
     choice = {"index": 0, "token_ids": sampled.ids, "finish_reason": sampled.finish, "logprobs": {"content": content}}
-    return {"request_id": f"turn-{sampled.read}", "choices": [choice], "usage": _usage(sampled)}
+    choice["text"] = sampled.turn.content
+    return {"request_id": sampled.id, "choices": [choice], "usage": _usage(sampled)}

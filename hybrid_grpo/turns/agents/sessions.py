@@ -28,7 +28,7 @@ from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.generation.sequence import Finish, Sequence
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.turns.agents.endpoint import Answer, Endpoint
-from hybrid_grpo.turns.agents.histories import History, Play, Ready, begins, joined, stopped
+from hybrid_grpo.turns.agents.histories import History, Play, Ready, begins, checked, joined, stopped
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
 from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, read, refuse, remembered
 from hybrid_grpo.turns.reading import Reader, reader_of, turn_of
@@ -271,7 +271,10 @@ class Agents:
         template, reader = self._known[history.tools]
         turn = turn_of(template, reader, ids)
         texts = [self._tokenizer.decode([token]) for token in ids] if ask.chat and ask.has_logprobs else []
-        sampled = Sampled(turn, ids, sequence.logp[-len(ids) :], texts, sequence.begin, finish)
+        before = sequence.tokens[: sequence.begin] if ask.has_ids else []
+        id = f"turn-{history.turn}"
+        history.said.append((id, ask.role, len(sequence.logp)))
+        sampled = Sampled(id, turn, before, ids, sequence.logp[-len(ids) :], texts, sequence.begin, finish)
         if ask.chat is not None:
             history.chat = [*ask.chat, remembered(sampled)]
         answer(sampled)
@@ -285,7 +288,8 @@ class Agents:
         """Take what an agent returned, and end its histories."""
         if play not in self._open:
             return []  # of a rollout that was given up
-        play.outcome, failure = reply, reply.failures[0]
+        play.outcome = reply = checked(play, reply)
+        failure = reply.failures[0]
         self._ended.append((time.perf_counter() - play.begin_s, failure is not None))
         if failure is not None and failure.kind not in self._printed:
             self._printed.add(failure.kind)

@@ -7,6 +7,7 @@ import resource
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class Instance:
     def episode(self) -> Episode:
         if self.failure is not None:
             return Episode(self.kind.reward, failure=self.failure)
-        return Episode(self.kind.reward, tuple(self.steps), self.total, self.state)
+        return Episode(self.kind.reward, tuple(self.steps), self.total, state=self.state)
 
 
 class Environments:
@@ -320,6 +321,11 @@ def _score(name: str, by_turn: bool, call: Call) -> Reply:
 def _value(episode: Episode | None, length: int, by_turn: bool) -> RewardValue:
     if episode is None or episode.failure is not None:
         return None
+    if episode.parts and by_turn:
+        shares = defaultdict[int, float](float)
+        for part in episode.parts:
+            shares[part.spans[-1][1]] += part.reward / len(episode.parts)
+        return sorted(shares.items())
     steps: list[RewardStep] = list(episode.steps)
     if steps and by_turn:
         ends = dict(steps)

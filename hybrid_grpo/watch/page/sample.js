@@ -37,6 +37,11 @@ export function completion(run, all, tokens, rival, wanted, close, group) {
     el("h3", {}, "Prompt"),
     ...shown(all.pictures),
     ...said("Prompt", all.prompt, wanted),
+    // What an agent wrote in histories of its own, before the last one.
+    ...(all.chats ?? []).flatMap((chat, at) => [
+      el("h3", {}, `History ${at + 1} of ${all.chats.length + 1}`),
+      ...said("History", chat, wanted),
+    ]),
     ...answer(all, tokens, wanted),
     ...(rival ? beside(all, rival) : []),
     ...part(
