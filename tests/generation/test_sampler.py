@@ -21,7 +21,7 @@ from hybrid_grpo.generation import GREEDY, Sampling, stream_key
 from hybrid_grpo.generation.categorical import ONE
 from hybrid_grpo.generation.categorical import draw as drawn
 from hybrid_grpo.generation.sampler import Sampler, to_lists
-from hybrid_grpo.generation.stop_strings import text_ends
+from hybrid_grpo.generation.sequence import text_ends
 
 DRAWS = 60_000
 
