@@ -15,10 +15,9 @@ from seeing import make_seeing, pictures
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.completion import Prompt
-from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.data.pictures import ImageStore, given_pictures, placed
-from hybrid_grpo.data.prompts import read_prompts
+from hybrid_grpo.data.prompts import count_equal, read_prompts
 from hybrid_grpo.model.loading import load_config, load_tokenizer
 from hybrid_grpo.model.visual_tokens import keys_of
 
