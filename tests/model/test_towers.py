@@ -31,15 +31,12 @@ def original_of(folder):
     return model, Original(model, str(folder))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("gemma3", torch.float32),  # a tied head; files name the text model first, and its class the other way around
-        ("glm4v_moe", torch.float32),  # experts apart in the files
-        ("qwen2_vl", torch.bfloat16),  # files of older versions do not name the text model
-        ("qwen3_vl_moe", torch.bfloat16),  # experts transposed in the files
-    ],
-)
+@pytest.mark.parametrize("name, dtype", [
+    ("gemma3", torch.float32),  # a tied head; files name the text model first, and its class the other way around
+    ("glm4v_moe", torch.float32),  # experts apart in the files
+    ("qwen2_vl", torch.bfloat16),  # files of older versions do not name the text model
+    ("qwen3_vl_moe", torch.bfloat16),  # experts transposed in the files
+])  # fmt: skip
 def test_an_export_is_the_checkpoint_with_the_trained_weights_in_their_places(name, dtype, tmp_path):
     start, out = tmp_path / "start", tmp_path / "out"
     make_whole(name, start, dtype)
