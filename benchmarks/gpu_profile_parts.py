@@ -168,7 +168,7 @@ def prefill(bench: Bench, found: Found) -> None:
 
         def read() -> None:
             batch = Prefill(bench.cache, pages, [before] * count, [new] * count)  # noqa: B023
-            batch.read(bench.view.base_model, bench.view, ids, batch.position_1N)  # noqa: B023
+            batch.read(bench.view.base_model, ids, batch.position_1N)  # noqa: B023
 
         seconds = bench.seconds(read, 3)
         found[name] = {"ms": 1e3 * seconds, "tokens_per_s": count * new / seconds}

@@ -349,18 +349,15 @@ print("built")
     assert done.out == "built\n", done.err[-2000:]
 
 
-@pytest.mark.parametrize(
-    ("device", "settings", "name", "fused"),
-    [
-        ("cuda", {}, "AdamW", True),
-        ("cuda", {"zero_stage": 1, "adam": "torch"}, "AdamW", True),
-        ("cuda", {"offload_optimizer": True}, "DeepSpeedCPUAdam", None),
-        ("cuda", {"offload_optimizer": True, "adam": "torch"}, "AdamW", None),
-        ("cuda", {"adam": "deepspeed"}, "FusedAdam", None),
-        ("cpu", {}, "AdamW", None),
-        ("cpu", {"offload_optimizer": True}, "AdamW", None),
-    ],
-)
+@pytest.mark.parametrize("device, settings, name, fused", [
+    ("cuda", {}, "AdamW", True),
+    ("cuda", {"zero_stage": 1, "adam": "torch"}, "AdamW", True),
+    ("cuda", {"offload_optimizer": True}, "DeepSpeedCPUAdam", None),
+    ("cuda", {"offload_optimizer": True, "adam": "torch"}, "AdamW", None),
+    ("cuda", {"adam": "deepspeed"}, "FusedAdam", None),
+    ("cpu", {}, "AdamW", None),
+    ("cpu", {"offload_optimizer": True}, "AdamW", None),
+])  # fmt: skip
 def test_the_optimizer_is_fused_where_it_is_on_a_gpu(monkeypatch, device, settings, name, fused):
     """torch's default on a GPU, `foreach`, reads and writes everything several times."""
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -58,19 +58,13 @@ class FeatureConfig:
         """Whether the feature takes part in the run."""
         raise NotImplementedError
 
-    @property
-    def changed(self) -> dict[str, Any]:
-        """The settings that are not at their default."""
-        default = type(self)()
-        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
-
     def refuse_idle(self, why: str, *names: str) -> None:
         """Raise UserError if a setting was changed that has no effect: one of `names`, or any setting if no names are
         given. `why` says why it has none, and the way out."""
-        for name, value in self.changed.items():
+        for name, value in vars(self).items():
             shown = str(value).lower() if isinstance(value, bool) else f"{value!s:.60}"
             refuse(
-                not names or name in names,
+                value != getattr(type(self)(), name) and (not names or name in names),
                 f"{self.section}.{name} {shown} has no effect {why}, or remove {self.section}.{name}",
             )
 

@@ -157,14 +157,11 @@ def _reading(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any],
     if task is not None:
         # The task's rows do not have the run's prompt column.
         changed = {"task": task, "prompt_column": "prompt"}
-        changed |= {name: of_task[name] for name in ("system_prompt",) if name in of_task}
+        changed |= {"system_prompt": of_task["system_prompt"]} if "system_prompt" in of_task else {}
         if data.chat_template == "auto":
             changed["chat_template"] = of_task.get("chat_template", "auto")
-    if given.limit is not None:
-        changed["eval_limit"] = given.limit
-    if given.system_prompt is not None:
-        changed["system_prompt"] = given.system_prompt
-    return replace(data, **changed)
+    own = {"eval_limit": given.limit, "system_prompt": given.system_prompt}
+    return replace(data, **changed | {name: value for name, value in own.items() if value is not None})
 
 
 @settings(frozen=True, config=SECTION)

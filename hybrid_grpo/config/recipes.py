@@ -43,11 +43,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 class _WordLoader(_Loader):
     """A loader that keeps such words, until the type of a setting says what they are (see config/types.py)."""
 
-    def construct_yaml_bool(self, node: yaml.ScalarNode) -> Word:
-        return Word(node.value)
 
-
-_WordLoader.add_constructor("tag:yaml.org,2002:bool", _WordLoader.construct_yaml_bool)
+_WordLoader.add_constructor("tag:yaml.org,2002:bool", lambda _, node: Word(node.value))
 
 
 class Dumper(yaml.SafeDumper):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Tags around the assistant's text, which transformers adds to the syntax of jinja."""
 TRUSTED = ("system", "developer", "assistant")
 """Roles whose messages may contain control tokens. In other messages, names of control tokens are treated as text."""
+_PUNCTUATION = re.compile(r"""[\s.,;:!?"'`\u2018-\u201f\u2026\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f]+""")
 _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
@@ -145,11 +147,7 @@ def prompts_of(
 
 
 def _read_all(
-    rows: list[Row],
-    source: Source,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    album: ImageStore | None,
+    rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: ImageStore | None
 ) -> list[Prompt]:
     seen = None if album is None else (album, source.folder)
 
@@ -319,3 +317,24 @@ def _apply_template(chat: list[Message], where: str, config: DataConfig, tokeniz
         if "continue_final_message" in str(error):
             why = "it does not write the assistant's last message, which is continued, as it is: end with the user's"
         raise UserError(f"data.chat_template: the tokenizer's template refuses {where}: {why}") from error
+
+
+def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
+    """Return how many held-out prompts are also training prompts, ignoring punctuation, case and white space. Of those
+    with pictures, the pictures must be the same."""
+
+    def compared(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
+        return _plain_text(prompt.text), tuple(picture.key for picture in prompt.pictures)
+
+    trained = set(map(compared, training))
+    return sum(compared(prompt) in trained for prompt in held_out)
+
+
+def _plain_text(prompt: str | list[Message]) -> str:
+    """Return the text of a prompt, one message after the other, without system messages, which many prompts share, and
+    without punctuation, with case folded and letters composed. Other symbols are kept: (2 + 3) * 4 is not 2 + 3 * 4."""
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    contents = [message.get("content") or "" for message in chat if message["role"] != "system"]
+    parts = [part for one in contents for part in (one if isinstance(one, list) else [{"text": one}])]
+    text = "\n".join(str(part.get("text", "")) for part in parts)
+    return _PUNCTUATION.sub(" ", unicodedata.normalize("NFC", text).casefold()).strip()

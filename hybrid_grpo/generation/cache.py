@@ -81,7 +81,7 @@ class Geometry:
         return torch.uint8 if self.experts and self.experts[2] <= 256 else torch.int16
 
 
-def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
+def cached_forward(forward: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
     """Return what `forward`, of a transformers model or its base, returns for the new tokens `ids`; `ids` and
     `positions` are int64 [rows, n]. It receives `batch` twice: as its cache, and as the `Batch` that `routed_attention`
     uses."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.model.kernels.build import run
-from hybrid_grpo.model.kernels.decoding import fits, norm_offset
+from hybrid_grpo.model.kernels.decoding import epsilon_of, fits, norm_offset
 from hybrid_grpo.model.kernels.states import WIDEST
 from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.towers import text_of
@@ -138,10 +138,6 @@ def has_delta(layer: Any) -> bool:
 def is_gated(attention: Any) -> bool:
     """Whether `q_proj` returns, after the query of each head, a gate for its output."""
     return len(attention.q_proj.weight) == 2 * attention.o_proj.in_features
-
-
-def epsilon_of(norm: Any) -> float | None:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 def fitting(model: Any, cache: PagedCache) -> bool:

@@ -13,11 +13,12 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
-from hybrid_grpo.generation.cpu_step import CpuStep, epsilon_of, fitting, has_delta, is_gated, mlp_weights, weights
+from hybrid_grpo.generation.cpu_step import CpuStep, fitting, has_delta, is_gated, mlp_weights, weights
 from hybrid_grpo.generation.gpu_step import GpuStep
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
+from hybrid_grpo.model.kernels.decoding import epsilon_of
 from hybrid_grpo.model.towers import text_of
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}

@@ -62,11 +62,6 @@ class Journal:
             known = {**self._known, **(given or {})}
             return complete_rest(requests, known, on_finish, sample, self._write, resumed_from)
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a file, in ascending order."""
-        names = (_FILE.fullmatch(path.name) for path in self.folder.glob("step_*"))
-        return sorted({int(name[1]) for name in names if name})
-
     def forget(self, step: int) -> None:
         """Remove the files of all steps up to this one. Call it on one rank, while no other rank is sampling."""
         for path in self.folder.glob("step_*"):

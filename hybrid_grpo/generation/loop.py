@@ -192,7 +192,7 @@ class _Loop:
             of_rows, device = zip(rows, begins, lengths, strict=True), self.schedule.cache.device
             found = [self.reading.positions(ids[: at + n])[0][:, at:] for (_, ids, *_), at, n in of_rows]
             forward = partial(text_forward, self.model, shown=self.reading.shown(read, device))
-            batch.read(forward, self.model, upload([read], device), upload(joined_positions(found), device))
+            batch.read(forward, upload([read], device), upload(joined_positions(found), device))
 
     def _step(self) -> None:
         """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""

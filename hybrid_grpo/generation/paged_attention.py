@@ -145,13 +145,13 @@ class Prefill:
             raise _AllStored
         return keys, values
 
-    def read(self, forward: Any, model: Any, ids: Tensor, positions: Tensor) -> None:
+    def read(self, forward: Any, ids: Tensor, positions: Tensor) -> None:
         """Store what the layers of a model cache of the new tokens; for the arguments see `cached_forward`. The forward
         ends when the last layer has stored its keys and values, as its output is not used."""
         if self.routes is None and not self._cache.states:
             self._last = len(self._cache.keys) - 1
         with suppress(_AllStored):
-            cached_forward(forward, model, ids, positions, self)
+            cached_forward(forward, ids, positions, self)
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return all keys and values that the queries may attend to."""
@@ -327,7 +327,7 @@ def _kernel_agrees(
 def decode_step(model: Any, cache: PagedCache, rows: Rows) -> Tensor:
     """Return the logits_nV of a model after each row's token."""
     ids, positions, step = rows.token_n[:, None], rows.encoded_n[:, None], DecodeStep(cache, rows)
-    logits_nV: Tensor = cached_forward(model, model, ids, positions, step).logits[:, -1]
+    logits_nV: Tensor = cached_forward(model, ids, positions, step).logits[:, -1]
     return logits_nV
 
 

@@ -27,7 +27,7 @@ def geometry_of(model: Any) -> Geometry:
     seen = _ShapeProbe(type(model).__name__, device)
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
     with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
-        cached_forward(model.base_model, model, ids, ids, seen)
+        cached_forward(model.base_model, ids, ids, seen)
     return Geometry(
         shapes=tuple(seen.shapes),
         dtype=seen.dtype,
@@ -62,8 +62,7 @@ class _ShapeProbe:
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         return None
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+    get_recurrent_state = get_conv_state
 
     def update_conv_state(
         self, x: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object

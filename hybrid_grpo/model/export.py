@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.model.files import SAFE, shapes_in_files, weight_files
+from hybrid_grpo.model.files import SAFE, header, shapes_in_files, weight_files
 from hybrid_grpo.model.towers import outside_deepspeed
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -44,8 +44,8 @@ class Original:
             self._like = type(model).from_pretrained(self._folder, config=config, dtype=model.dtype, device_map="meta")
         tied = self._like.all_tied_weights_keys
         own = {name: tensor for name, tensor in self._like.state_dict().items() if name not in tied}
-        known = {name: shape for file in files for name, shape in _shapes(file).items()}
-        trained = self._reverted(own)
+        known = {name: shape for file in files for name, (shape, _) in header(file, self._start).items()}
+        trained = revert_weight_conversion(self._like, own)
         wrong = [name for name in sorted(trained) if known.get(name) not in (None, *shapes_in_files(trained[name]))]
         absent = sorted(trained.keys() - known.keys()) + wrong
         refuse(
@@ -57,7 +57,7 @@ class Original:
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write the checkpoint to a folder, with the weights of `state` in place of its own, in their names, dtypes and
         files. Everything else is copied. Raises UserError if the checkpoint is gone."""
-        trained = self._reverted(dict(state))
+        trained = revert_weight_conversion(self._like, dict(state))
         files = self._files()
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
@@ -77,20 +77,11 @@ class Original:
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(source, target)
 
-    def _reverted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the trained weights under their names in the files, given those of the text model."""
-        return dict(revert_weight_conversion(self._like, state))
-
     def _files(self) -> list[Path]:
         refuse(
-            not self._folder.is_dir(),
-            f"{self._start}: the folder {self._folder} is gone, from which an export copies the model's tower: put it"
-            " back",
-        )
-        refuse(
             not any((self._folder / file).exists() for file in SAFE),
-            f"{self._start} has pickled weights, in which an export cannot exchange some for the trained ones: save"
-            " them as safetensors (save_pretrained does)",
+            f"{self._start}: {self._folder} is gone or has no safetensors, of which an export exchanges some for"
+            " the trained weights: put it back, or save it as safetensors (save_pretrained does)",
         )
         return list(weight_files(self._folder, self._start))
 
@@ -103,11 +94,6 @@ def _folder(name: str, start: str) -> Path:
         return Path(snapshot_download(name, ignore_patterns=[f"*{end}" for end in _WEIGHTS]))
     except (OSError, ValueError) as error:
         raise UserError(f"{start}: its files for pictures do not load from the hub: {error}: download it") from error
-
-
-def _shapes(file: Path) -> dict[str, list[int]]:
-    with safe_open(file, framework="pt") as opened:
-        return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
 def save_model(view: Any, folder: Path, config: Any, dtype: str, original: Original | None) -> None:

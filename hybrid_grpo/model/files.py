@@ -48,7 +48,7 @@ def check_files(
     shapes: dict[str, list[int]] = {}
     trained = dict(model.named_parameters())
     for file in weight_files(folder, start):
-        for weight, (shape, kind) in _header(file, start).items():
+        for weight, (shape, kind) in header(file, start).items():
             refuse(
                 weight in trained and kind not in _FLOATS,
                 f"{start}: {weight} is stored as {kind}, from which its values would not come back: take files in one"
@@ -96,7 +96,7 @@ def weight_files(folder: Path, start: str) -> Iterator[Path]:
         yield folder / name
 
 
-def _header(file: Path, start: str) -> dict[str, tuple[list[int], str]]:
+def header(file: Path, start: str) -> dict[str, tuple[list[int], str]]:
     """Return the shape and the type of each weight by name, from the header of a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:

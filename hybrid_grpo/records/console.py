@@ -63,9 +63,7 @@ def make_table(first: str, others: Iterable[str]) -> Table:
 def display_for(steps: int, done: int = -1) -> ConsoleSink | NotebookSink:
     """Return the display for where this process runs: a notebook's cell, a terminal, or a file or pipe."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if hasattr(shell, "kernel"):
-        return NotebookSink(steps, done)
-    return ConsoleSink(steps, done)
+    return NotebookSink(steps, done) if hasattr(shell, "kernel") else ConsoleSink(steps, done)
 
 
 class Progressing:
@@ -77,18 +75,12 @@ class Progressing:
 
     def line(self, step: int, values: Mapping[str, float], width: int) -> str:
         """Return the numbers of a step by name, as many of the most important as fit into `width` columns."""
-        line = ""
+        line, known = "", {**values, "held out": self.held_out(values), "left": self.left(step)}
         for name, text in _NUMBERS:
-            number = self._number(name, step, values)
-            part = "" if number is None else text.format(number)
+            part = "" if known.get(name) is None else text.format(known[name])
             if part and len(line) + len(part) + 2 <= width:
                 line += f"  {part}" if line else part
         return line
-
-    def _number(self, name: str, step: int, values: Mapping[str, float]) -> Any:
-        if name == "held out":
-            return self.held_out(values)
-        return self.left(step) if name == "left" else values.get(name)
 
     def held_out(self, values: Mapping[str, float]) -> float | None:
         """Return the accuracy on the first held-out set; None if it was not measured."""
@@ -127,8 +119,7 @@ class ConsoleSink:
             return
         begins = f"step {step:{len(str(steps))}d}/{steps}  "
         numbers_text = self._progress.line(step, values, WIDTH - len(begins))
-        evaluated = any(map(_ACCURACY.fullmatch, values))
-        if step % max(1, steps // 200) == 0 or evaluated or step == steps:
+        if step % max(1, steps // 200) == 0 or step == steps or any(map(_ACCURACY.fullmatch, values)):
             with suppress(OSError):  # nobody reads it anymore
                 print(begins + numbers_text, file=self._stream, flush=True)
 

@@ -14,8 +14,7 @@ from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.loader import TrainingPrompts
-from hybrid_grpo.data.overlap import count_equal
-from hybrid_grpo.data.prompts import read_prompts
+from hybrid_grpo.data.prompts import count_equal, read_prompts
 from hybrid_grpo.data.sources import held_out_source, training_source
 from hybrid_grpo.grpo.objective import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora

@@ -62,11 +62,8 @@ def is_free(setting: str, config: ModelRunConfig, each: list[dict[str, Any]]) ->
     if setting in _OF_ROLL_BACKS and any(_rolls_back(settings) for settings in each):
         return False
     if setting == "run.steps" and config.policy.lr_schedule != "constant":
-        # The schedule ends with the last step.
-        return False
-    if setting in _LEARNED_BY:
-        return False
-    return bool(about(setting).may_change)
+        return False  # the schedule ends with the last step
+    return bool(about(setting).may_change) and setting not in _LEARNED_BY
 
 
 def _acts(alarm: Any, actions: tuple[str, ...] = ("skip", "roll_back")) -> bool:

@@ -92,14 +92,11 @@ def test_what_was_said_is_the_beginning_of_the_next_prompt(talk: Talk) -> None:
     assert "[cut at rollout.max_completion_tokens 6]" in talk.err and "run.seed 0, temperature 1," in talk.err
 
 
-@pytest.mark.parametrize(
-    ("own", "options", "sampling"),
-    [
-        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, [], "temperature 0.6, top_p 1, top_k 20"),
-        ({"temperature": 0.6, "top_p": 0.9}, ["--rollout.temperature=0"], "temperature 0, top_p 0.9, top_k 0"),
-        ({"do_sample": False}, [], "temperature 0, top_p 1, top_k 0"),
-    ],
-)
+@pytest.mark.parametrize("own, options, sampling", [
+    ({"do_sample": True, "temperature": 0.6, "top_k": 20}, [], "temperature 0.6, top_p 1, top_k 20"),
+    ({"temperature": 0.6, "top_p": 0.9}, ["--rollout.temperature=0"], "temperature 0, top_p 0.9, top_k 0"),
+    ({"do_sample": False}, [], "temperature 0, top_p 1, top_k 0"),
+])  # fmt: skip
 def test_a_model_is_sampled_as_it_asks(talk: Talk, own: Any, options: list[str], sampling: str) -> None:
     shutil.copytree("plain", "own", dirs_exist_ok=True)
     Path("own/generation_config.json").write_text(json.dumps(own))
@@ -124,19 +121,16 @@ def test_the_oldest_turns_make_room(talk: Talk) -> None:
     assert talk.err.count("the model's context is full: the oldest 1 messages and answers are left out") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "lines", "message"),
-    [
-        (["plain"], ["a" * 59], "has room for 58 tokens: shorten it, or lower rollout.max_completion_tokens"),
-        (["plain"], ["/undo"], "there is nothing to take back"),
-        (["plain"], ["/sing"], "/sing is not a command: known are /reset, /system TEXT"),
-        (["plain"], ["/system x"], "(chat.system) needs a chat template"),
-        (["plain", "--chat.system=x"], [], "(chat.system) needs a chat template"),
-        (["plain", "--rollout.max_completion_tokens=64"], [], "policy.model has 64 positions: set it to 32 or lower"),
-        (["templated", "--data.chat_template_kwargs={thinking: true}"], [], "reads no such variable"),
-        (["nowhere/"], [], "nowhere/: there is no such file or folder"),
-    ],
-)
+@pytest.mark.parametrize("arguments, lines, message", [
+    (["plain"], ["a" * 59], "has room for 58 tokens: shorten it, or lower rollout.max_completion_tokens"),
+    (["plain"], ["/undo"], "there is nothing to take back"),
+    (["plain"], ["/sing"], "/sing is not a command: known are /reset, /system TEXT"),
+    (["plain"], ["/system x"], "(chat.system) needs a chat template"),
+    (["plain", "--chat.system=x"], [], "(chat.system) needs a chat template"),
+    (["plain", "--rollout.max_completion_tokens=64"], [], "policy.model has 64 positions: set it to 32 or lower"),
+    (["templated", "--data.chat_template_kwargs={thinking: true}"], [], "reads no such variable"),
+    (["nowhere/"], [], "nowhere/: there is no such file or folder"),
+])  # fmt: skip
 def test_what_cannot_be_is_told_in_one_line(talk: Talk, arguments: list[str], lines: list[str], message: str) -> None:
     assert talk(*arguments, lines=lines, status=2) == ""
     error = talk.err.splitlines()[-1]

@@ -21,16 +21,13 @@ def data(tmp_path):
     return config
 
 
-@pytest.mark.parametrize(
-    ("completion", "completion_ids"),
-    [
-        ("cd", ids("cd", "<eos>")),
-        ("", ids("<eos>")),
-        ("cd<eos>", ids("cd", "<eos>")),
-        ("cd<eos> <eos> ", ids("cd", "<eos>")),
-        ([{"role": "assistant", "content": "cd"}], ids("cd", "<eos>")),
-    ],
-)
+@pytest.mark.parametrize("completion, completion_ids", [
+    ("cd", ids("cd", "<eos>")),
+    ("", ids("<eos>")),
+    ("cd<eos>", ids("cd", "<eos>")),
+    ("cd<eos> <eos> ", ids("cd", "<eos>")),
+    ([{"role": "assistant", "content": "cd"}], ids("cd", "<eos>")),
+])  # fmt: skip
 def test_a_completion_has_one_eos_at_its_end_and_no_bos(data, completion, completion_ids):
     (pair,), _ = read_pairs(data(("ab", completion)), char_tokenizer(adds_bos=True, adds_eos=True), 10)
     assert pair.prompt.token_ids == ids("<bos>", "ab")
@@ -41,17 +38,14 @@ ENDED = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<system>
 CHAT = [{"role": "user", "content": "a"}]
 
 
-@pytest.mark.parametrize(
-    ("template", "ends", "prompt", "completion", "token_ids"),
-    [
-        (ENDED, ["<eos>", "<system>"], CHAT, "c", ids("c", "<system>")),
-        (ENDED, ["<eos>", "<system>"], CHAT, "c<system> <eos>", ids("c", "<system>")),
-        (ENDED, ["<eos>", "<system>"], CHAT, "c<eos>", ids("c", "<eos>")),
-        (ENDED, ["<eos>", "<system>"], "a", "c", ids("c", "<eos>")),
-        (ENDED, ["<eos>"], CHAT, "c", ids("c", "<eos>")),
-        (TEMPLATE, ["<eos>", "<system>"], CHAT, "c", ids("c", "<eos>")),
-    ],
-)
+@pytest.mark.parametrize("template, ends, prompt, completion, token_ids", [
+    (ENDED, ["<eos>", "<system>"], CHAT, "c", ids("c", "<system>")),
+    (ENDED, ["<eos>", "<system>"], CHAT, "c<system> <eos>", ids("c", "<system>")),
+    (ENDED, ["<eos>", "<system>"], CHAT, "c<eos>", ids("c", "<eos>")),
+    (ENDED, ["<eos>", "<system>"], "a", "c", ids("c", "<eos>")),
+    (ENDED, ["<eos>"], CHAT, "c", ids("c", "<eos>")),
+    (TEMPLATE, ["<eos>", "<system>"], CHAT, "c", ids("c", "<eos>")),
+])  # fmt: skip
 def test_an_answer_in_a_chat_ends_with_the_token_of_the_template(data, template, ends, prompt, completion, token_ids):
     """If that ends what the policy samples: Gemma's `<end_of_turn>` is not its end-of-sequence token."""
     (pair,), _ = read_pairs(data((prompt, completion)), char_tokenizer(template), 10, ends=ids(*ends))
@@ -80,17 +74,14 @@ def test_completions_that_are_all_too_long_are_refused(data):
         read_pairs(data(("a", "xx"), ("a", "xxx")), char_tokenizer(), 2)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        None,
-        7,
-        [],
-        [{"role": "user", "content": "a"}],
-        [{"role": "assistant", "content": None}],
-        [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
-    ],
-)
+@pytest.mark.parametrize("bad", [
+    None,
+    7,
+    [],
+    [{"role": "user", "content": "a"}],
+    [{"role": "assistant", "content": None}],
+    [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+])  # fmt: skip
 def test_a_row_that_has_no_completion_is_named(data, bad):
     with pytest.raises(UserError, match=r"^data.completion_column completion: row 1 .* give text or a list of one"):
         read_pairs(data(("a", "x"), ("b", bad)), char_tokenizer(), 10)

@@ -188,19 +188,16 @@ def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
     assert done.stderr.startswith("hybrid-grpo: error: rollout.num_generations 1 ")
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--log.tags=one", ["one"]),
-        ("--log.tags=one, two", ["one", "two"]),
-        ("--log.tags=[]", []),
-        ("--log.tags none", []),
-        ("--log.tags one two", ["one", "two"]),
-        ("--rollout.stop_ids 5 7", [5, 7]),
-        ("--log.tokens --log.tags a", True),
-        ("--lora.target_modules=all-linear", "all-linear"),
-    ],
-)
+@pytest.mark.parametrize("option, value", [
+    ("--log.tags=one", ["one"]),
+    ("--log.tags=one, two", ["one", "two"]),
+    ("--log.tags=[]", []),
+    ("--log.tags none", []),
+    ("--log.tags one two", ["one", "two"]),
+    ("--rollout.stop_ids 5 7", [5, 7]),
+    ("--log.tokens --log.tags a", True),
+    ("--lora.target_modules=all-linear", "all-linear"),
+])  # fmt: skip
 def test_lists_need_no_brackets_and_switches_no_value(option, value):
     words = option.split() if "=" not in option else [option]
     section, name = words[0][2:].partition("=")[0].split(".")
@@ -209,14 +206,11 @@ def test_lists_need_no_brackets_and_switches_no_value(option, value):
     assert getattr(getattr(config, section), name) == value
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        *[("H100", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("4090", "rtx4090"), ("GeForce RTX 4090", "rtx4090")],
-        *[("NVIDIA GeForce RTX 5090", "rtx5090"), ("A10G", "a10g"), ("RTX 3090", "rtx3090"), ("L40S", "l40s")],
-        *[("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("A100 PCIe 40GB", "a100-40gb"), ("a100-40gb", "a100-40gb")],
-    ],
-)
+@pytest.mark.parametrize("written, name", [
+    *[("H100", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("4090", "rtx4090"), ("GeForce RTX 4090", "rtx4090")],
+    *[("NVIDIA GeForce RTX 5090", "rtx5090"), ("A10G", "a10g"), ("RTX 3090", "rtx3090"), ("L40S", "l40s")],
+    *[("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("A100 PCIe 40GB", "a100-40gb"), ("a100-40gb", "a100-40gb")],
+])  # fmt: skip
 def test_gpus_are_known_in_any_spelling(written, name):
     assert parse(PlanConfig, [f"--plan.gpu={written}"], "plan").config.plan.gpu == name
 

@@ -26,14 +26,11 @@ def test_a_generator_finds_its_own_answer_right_and_others_wrong(name):
     assert name == "game_of_life_halting" or max(scores[len(right) :]) < 1, "any text is a guess there"
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("gym/chain_sums", "reasoning-gym has no generator chain_sums: did you mean chain_sum"),
-        ("gym/chain_sum,terms=3", "chain_sum has no option terms"),
-        ("gym/chain_sum,min_terms=5,max_terms=2", "chain_sum refuses these options: max_terms must be"),
-    ],
-)
+@pytest.mark.parametrize("name, says", [
+    ("gym/chain_sums", "reasoning-gym has no generator chain_sums: did you mean chain_sum"),
+    ("gym/chain_sum,terms=3", "chain_sum has no option terms"),
+    ("gym/chain_sum,min_terms=5,max_terms=2", "chain_sum refuses these options: max_terms must be"),
+])  # fmt: skip
 def test_what_there_is_not_is_named(name, says):
     with pytest.raises(UserError, match=says):
         load_task(name)

@@ -1,5 +1,5 @@
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.overlap import count_equal
+from hybrid_grpo.data.prompts import count_equal
 
 
 def test_a_run_counts_the_held_out_prompts_that_it_trains_on():

@@ -15,10 +15,9 @@ from seeing import make_seeing, pictures
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.completion import Prompt
-from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.data.pictures import ImageStore, given_pictures, placed
-from hybrid_grpo.data.prompts import read_prompts
+from hybrid_grpo.data.prompts import count_equal, read_prompts
 from hybrid_grpo.model.loading import load_config, load_tokenizer
 from hybrid_grpo.model.visual_tokens import keys_of
 
@@ -203,17 +202,14 @@ def showing(count):
     return [{"role": "user", "content": [{"type": "image"}] * count}]
 
 
-@pytest.mark.parametrize(
-    ("row", "data", "why"),
-    [
-        ({"prompt": showing(2), "images": ["a.png"]}, {}, "has 1 pictures, and its prompt 2 places"),
-        ({"prompt": showing(1)}, {}, "has 0 pictures, and its prompt 1 places"),
-        ({"prompt": "x", "images": ["a.png"] * 3}, {"max_images": 2}, "data.max_images 2: row 1 .* has 3 pictures"),
-        ({"prompt": "x", "images": ["a.png"]}, {"chat_template": "never"}, "and its prompt 0 places"),
-        ({"prompt": "x", "images": [{"a": 1}]}, {}, "in the place of a picture"),
-        ({"prompt": "x", "images": 5}, {}, "in the place of a picture"),
-    ],
-)
+@pytest.mark.parametrize("row, data, why", [
+    ({"prompt": showing(2), "images": ["a.png"]}, {}, "has 1 pictures, and its prompt 2 places"),
+    ({"prompt": showing(1)}, {}, "has 0 pictures, and its prompt 1 places"),
+    ({"prompt": "x", "images": ["a.png"] * 3}, {"max_images": 2}, "data.max_images 2: row 1 .* has 3 pictures"),
+    ({"prompt": "x", "images": ["a.png"]}, {"chat_template": "never"}, "and its prompt 0 places"),
+    ({"prompt": "x", "images": [{"a": 1}]}, {}, "in the place of a picture"),
+    ({"prompt": "x", "images": 5}, {}, "in the place of a picture"),
+])  # fmt: skip
 def test_rows_whose_pictures_do_not_fit_are_refused(row, data, why, model, tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     with pytest.raises(UserError, match=why) as raised:

@@ -68,18 +68,15 @@ TEXT, ASKED = ids("Hi?"), ids("<bos>", "<user>", "Hi?", "<assistant>")
 WITH_SYSTEM = ids("<bos>", "<system>", "Be kind.", "<user>", "Hi?", "<assistant>")
 
 
-@pytest.mark.parametrize(
-    ("settings", "prompt", "text", "token_ids"),
-    [
-        ({}, "Hi?", "Hi?", TEXT),
-        ({}, CHAT, CHAT, ASKED),
-        ({"chat_template": "always"}, "Hi?", "Hi?", ASKED),
-        ({"chat_template": "always"}, CHAT, CHAT, ASKED),
-        ({"chat_template": "never"}, "Hi?", "Hi?", TEXT),
-        ({"system_prompt": "Be kind."}, "Hi?", [SYSTEM, *CHAT], WITH_SYSTEM),
-        ({"system_prompt": "Be kind."}, CHAT, [SYSTEM, *CHAT], WITH_SYSTEM),
-    ],
-)
+@pytest.mark.parametrize("settings, prompt, text, token_ids", [
+    ({}, "Hi?", "Hi?", TEXT),
+    ({}, CHAT, CHAT, ASKED),
+    ({"chat_template": "always"}, "Hi?", "Hi?", ASKED),
+    ({"chat_template": "always"}, CHAT, CHAT, ASKED),
+    ({"chat_template": "never"}, "Hi?", "Hi?", TEXT),
+    ({"system_prompt": "Be kind."}, "Hi?", [SYSTEM, *CHAT], WITH_SYSTEM),
+    ({"system_prompt": "Be kind."}, CHAT, [SYSTEM, *CHAT], WITH_SYSTEM),
+])  # fmt: skip
 def test_the_template_is_applied_where_the_settings_say(data, settings, prompt, text, token_ids):
     (read,), _ = read_prompts(data([{"prompt": prompt}], **settings), char_tokenizer(TEMPLATE))
     assert read.text == text
@@ -116,30 +113,17 @@ JUDGE = [{"role": "judge", "content": "a"}]
 REFUSE = {"max_prompt_tokens": 1, "over_long": "refuse"}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "settings", "template", "message"),
-    [
-        (["a", "abc", "ab"], REFUSE, None, "data.max_prompt_tokens 1: .* row 1 .* has 3 tokens, one of 2 over-long"),
-        (
-            ["abcd", "abc"],
-            {"max_prompt_tokens": 2},
-            None,
-            "data.max_prompt_tokens 2: all 2 .* shortest has 3 tokens",
-        ),
-        ([CHAT], {}, None, NO_TEMPLATE),
-        (["a"], {"chat_template": "always"}, None, NO_TEMPLATE),
-        (["a"], {"system_prompt": "Be kind."}, None, NO_TEMPLATE),
-        ([CHAT], {"chat_template": "never"}, TEMPLATE, "data.chat_template never: row 0 .* has chat messages"),
-        (["a"], {"system_prompt": "b", "chat_template": "never"}, TEMPLATE, "data.system_prompt needs a chat template"),
-        (
-            [[SYSTEM, *CHAT]],
-            {"system_prompt": "b"},
-            TEMPLATE,
-            "data.system_prompt is set, and row 0 .* has a system",
-        ),
-        ([CHAT, JUDGE], {}, TEMPLATE, "data.chat_template: the tokenizer's template refuses row 1 .*unknown role"),
-    ],
-)
+@pytest.mark.parametrize("prompts, settings, template, message", [
+    (["a", "abc", "ab"], REFUSE, None, "data.max_prompt_tokens 1: .* row 1 .* has 3 tokens, one of 2 over-long"),
+    (["abcd", "abc"], {"max_prompt_tokens": 2}, None, "data.max_prompt_tokens 2: all 2 .* shortest has 3 tokens"),
+    ([CHAT], {}, None, NO_TEMPLATE),
+    (["a"], {"chat_template": "always"}, None, NO_TEMPLATE),
+    (["a"], {"system_prompt": "Be kind."}, None, NO_TEMPLATE),
+    ([CHAT], {"chat_template": "never"}, TEMPLATE, "data.chat_template never: row 0 .* has chat messages"),
+    (["a"], {"system_prompt": "b", "chat_template": "never"}, TEMPLATE, "data.system_prompt needs a chat template"),
+    ([[SYSTEM, *CHAT]], {"system_prompt": "b"}, TEMPLATE, "data.system_prompt is set, and row 0 .* has a system"),
+    ([CHAT, JUDGE], {}, TEMPLATE, "data.chat_template: the tokenizer's template refuses row 1 .*unknown role"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_way_out(data, prompts, settings, template, message):
     with pytest.raises(UserError, match=f"^{message}"):
         read_prompts(data([{"prompt": prompt} for prompt in prompts], **settings), char_tokenizer(template))
@@ -153,19 +137,16 @@ def test_a_missing_prompt_column_is_refused_with_those_there_are(data):
         read_prompts(data([{"answer": 1}]), char_tokenizer())
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (None, r"row 1 \(from 0\) of .* has None: give text or a list of chat messages$"),
-        (3, r"row 1 .* has 3: give text"),
-        ({"role": "user", "content": "a"}, r"row 1 .* has \{.*: give text or a list"),
-        ([], r"row 1 .* has \[\]: give messages"),
-        (["Hi"], r"row 1 .* has \['Hi'\]: give messages"),
-        ([{"content": "Hi"}], r"row 1 .* give messages"),
-        ([{"role": "user", "content": None}], r"row 1 .* give messages"),
-        ([*CHAT, {"role": "assistant", "content": ""}], r"row 1 .* ends with a message of the assistant without text"),
-    ],
-)
+@pytest.mark.parametrize("bad, message", [
+    (None, r"row 1 \(from 0\) of .* has None: give text or a list of chat messages$"),
+    (3, r"row 1 .* has 3: give text"),
+    ({"role": "user", "content": "a"}, r"row 1 .* has \{.*: give text or a list"),
+    ([], r"row 1 .* has \[\]: give messages"),
+    (["Hi"], r"row 1 .* has \['Hi'\]: give messages"),
+    ([{"content": "Hi"}], r"row 1 .* give messages"),
+    ([{"role": "user", "content": None}], r"row 1 .* give messages"),
+    ([*CHAT, {"role": "assistant", "content": ""}], r"row 1 .* ends with a message of the assistant without text"),
+])  # fmt: skip
 def test_a_row_that_is_no_prompt_is_named(data, bad, message):
     with pytest.raises(UserError, match=rf"^data.prompt_column prompt: {message}"):
         read_prompts(data([{"prompt": "a"}, {"prompt": bad}]), char_tokenizer(TEMPLATE))
@@ -185,15 +166,12 @@ def test_variables_of_the_template_reach_it(data):
     assert read_prompts(data([{"prompt": CHAT}]), tokenizer)[0][0].token_ids == ASKED
 
 
-@pytest.mark.parametrize(
-    ("prompt", "given", "message"),
-    [
-        (CHAT, {"enable_thinkng": False}, "enable_thinkng: .* reads no such variable: did you mean enable_thinking"),
-        (CHAT, {"tokenize": True}, "tokenize: the tokenizer's chat template reads no such variable: known are enable_"),
-        (CHAT, {"bos_token": "x"}, "bos_token: the tokenizer's chat template reads no such variable"),
-        ("ab", {"mark": ":"}, "{'mark': ':'}: no prompt of .* is a chat, so no template is applied: set data.chat"),
-    ],
-)
+@pytest.mark.parametrize("prompt, given, message", [
+    (CHAT, {"enable_thinkng": False}, "enable_thinkng: .* reads no such variable: did you mean enable_thinking"),
+    (CHAT, {"tokenize": True}, "tokenize: the tokenizer's chat template reads no such variable: known are enable_"),
+    (CHAT, {"bos_token": "x"}, "bos_token: the tokenizer's chat template reads no such variable"),
+    ("ab", {"mark": ":"}, "{'mark': ':'}: no prompt of .* is a chat, so no template is applied: set data.chat"),
+])  # fmt: skip
 def test_variables_that_would_change_nothing_are_refused(data, prompt, given, message):
     with pytest.raises(UserError, match=f"^data.chat_template_kwargs {message}"):
         read_prompts(data([{"prompt": prompt}], chat_template_kwargs=given), char_tokenizer(THINKING))

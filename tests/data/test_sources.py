@@ -108,16 +108,13 @@ def test_a_data_set_saved_in_another_output_format_gives_plain_rows(tmp_path):
     assert [type(row["answer"]) for row in read_rows(Source(path))] == [int] * 5
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b'{"prompt": "a"}\n\n{"prompt": \n', "rows.jsonl line 3 is not JSON "),
-        (b'{"prompt": "a"}\n["a"]\n', "rows.jsonl line 2 is a list: write one object per line$"),
-        (b'{"prompt": "a"}\n3\n', "rows.jsonl line 2 is an int: write one object per line$"),
-        (b'{"prompt": "\xff"}\n', "rows.jsonl line 1 is not JSON "),
-        (b"\n\n", r" \[train\] is empty: it has no rows$"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    (b'{"prompt": "a"}\n\n{"prompt": \n', "rows.jsonl line 3 is not JSON "),
+    (b'{"prompt": "a"}\n["a"]\n', "rows.jsonl line 2 is a list: write one object per line$"),
+    (b'{"prompt": "a"}\n3\n', "rows.jsonl line 2 is an int: write one object per line$"),
+    (b'{"prompt": "\xff"}\n', "rows.jsonl line 1 is not JSON "),
+    (b"\n\n", r" \[train\] is empty: it has no rows$"),
+])  # fmt: skip
 def test_a_bad_jsonl_file_is_named_with_the_line(tmp_path, text, message):
     path = tmp_path / "files" / "rows.jsonl"
     path.parent.mkdir()
@@ -182,16 +179,13 @@ def test_a_split_may_be_a_slice(make, tmp_path):
     assert read_rows(Source(path, "train[:1]+train[-20%:]")) == [ROWS[0], ROWS[4]]
 
 
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        ("train[:a]", r"^data.split train\[:a\] is not a slice of a split \(.*\): write one as in train\[:90%\]"),
-        ("train[:200%]", r"^data.split train\[:200%\] is not a slice of a split \(Percent slice boundaries must be"),
-        ("train[90%]", r"^data.split train\[90%\] is not a slice"),
-        ("test[:50%]", r"^data.split test\[:50%\]: there is no such split, data.path .* has train: set data.split to"),
-        ("train[9:]", r"^data.path .*rows.jsonl \[train\[9:\]\] is empty: it has no rows$"),
-    ],
-)
+@pytest.mark.parametrize("split, message", [
+    ("train[:a]", r"^data.split train\[:a\] is not a slice of a split \(.*\): write one as in train\[:90%\]"),
+    ("train[:200%]", r"^data.split train\[:200%\] is not a slice of a split \(Percent slice boundaries must be"),
+    ("train[90%]", r"^data.split train\[90%\] is not a slice"),
+    ("test[:50%]", r"^data.split test\[:50%\]: there is no such split, data.path .* has train: set data.split to"),
+    ("train[9:]", r"^data.path .*rows.jsonl \[train\[9:\]\] is empty: it has no rows$"),
+])  # fmt: skip
 def test_a_slice_that_is_none_is_refused(tmp_path, split, message):
     with pytest.raises(UserError, match=message):
         read_rows(Source(make_jsonl(tmp_path), split))

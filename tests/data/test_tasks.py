@@ -209,36 +209,30 @@ def test_a_function_that_reads_rows_is_a_task(own):
     assert config.rewards == [RewardConfig("my_task.py:shout")]
 
 
-@pytest.mark.parametrize(
-    ("task", "says"),
-    [
-        ("my_task.py:shoutin", "data.task my_task.py:shoutin: my_task.py has no shoutin: did you mean shouting?"),
-        ("my_task.py:number", "data.task my_task.py:number is an int: give a TaskRecipe"),
-        ("broken.py:task", "importing broken.py raised RuntimeError: no luck (broken.py:1)"),
-        ("no_such_module:task", "there is no module no_such_module"),
-        ("countdown", "data.task countdown: there is no such task: did you mean gym/countdown?"),
-    ],
-)
+@pytest.mark.parametrize("task, says", [
+    ("my_task.py:shoutin", "data.task my_task.py:shoutin: my_task.py has no shoutin: did you mean shouting?"),
+    ("my_task.py:number", "data.task my_task.py:number is an int: give a TaskRecipe"),
+    ("broken.py:task", "importing broken.py raised RuntimeError: no luck (broken.py:1)"),
+    ("no_such_module:task", "there is no module no_such_module"),
+    ("countdown", "data.task countdown: there is no such task: did you mean gym/countdown?"),
+])  # fmt: skip
 def test_a_task_that_is_none(own, task, says):
     with pytest.raises(UserError) as caught:
         settings("--data.task", task)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("task", "row", "says"),
-    [
-        ("gsm8k", {"question": "a"}, "has no answer: its columns are question"),
-        ("gsm8k", {"question": 3, "answer": "a"}, "has question 3, where text is expected"),
-        ("math", {"problem": "a", "solution": "b"}, r"has no answer, and its solution has none in \boxed{}"),
-        ("multiple_choice", {**MMLU, "answer": 4}, "has answer 4, which is not a label, index or text of its 4"),
-        ("multiple_choice", {**MMLU, "choices": "ab"}, "has choices 'ab', where a list of 2 to 26 texts is expected"),
-        ("code", {"prompt": "a"}, "has no tests or test_list or test or input_output: its columns are task_id, "),
-        ("my_task.py:fragile", {"say": "ho"}, "reading it raised IndexError: string index out of range (my_task.py:"),
-        ("my_task.py:absent", {"say": "ho"}, "reading it raised KeyError: 'nothing'"),
-        ("my_task.py:odd", {"say": "ho"}, "became 'text': return a dict with a prompt"),
-    ],
-)
+@pytest.mark.parametrize("task, row, says", [
+    ("gsm8k", {"question": "a"}, "has no answer: its columns are question"),
+    ("gsm8k", {"question": 3, "answer": "a"}, "has question 3, where text is expected"),
+    ("math", {"problem": "a", "solution": "b"}, r"has no answer, and its solution has none in \boxed{}"),
+    ("multiple_choice", {**MMLU, "answer": 4}, "has answer 4, which is not a label, index or text of its 4"),
+    ("multiple_choice", {**MMLU, "choices": "ab"}, "has choices 'ab', where a list of 2 to 26 texts is expected"),
+    ("code", {"prompt": "a"}, "has no tests or test_list or test or input_output: its columns are task_id, "),
+    ("my_task.py:fragile", {"say": "ho"}, "reading it raised IndexError: string index out of range (my_task.py:"),
+    ("my_task.py:absent", {"say": "ho"}, "reading it raised KeyError: 'nothing'"),
+    ("my_task.py:odd", {"say": "ho"}, "became 'text': return a dict with a prompt"),
+])  # fmt: skip
 def test_a_row_that_cannot_be_read_is_named(own, task, row, says):
     good = next((row for name, (row, _, _) in RIGHT_AND_WRONG.items() if name == task), row)
     path = jsonl(own / "rows.jsonl", good, row)

@@ -37,18 +37,15 @@ class Own(Feature):
     name = "own"
 
 
-@pytest.mark.parametrize(
-    ("features", "message"),
-    [
-        ([Nameless], "features .*Nameless has no name: set `name` in its class"),
-        ([Loader], "the name loader is taken"),
-        ([Own, Own], "the name own is taken"),
-        ([lambda *run: 3], "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"),
-        ([f"{EXAMPLE}:EntropyTarge"], "no function EntropyTarge: did you mean EntropyTarget"),
-        (["nowhere.py:F"], "there is no file"),
-        (["own"], "give path/to/file.py:name or package.module:name"),
-    ],
-)
+@pytest.mark.parametrize("features, message", [
+    ([Nameless], "features .*Nameless has no name: set `name` in its class"),
+    ([Loader], "the name loader is taken"),
+    ([Own, Own], "the name own is taken"),
+    ([lambda *run: 3], "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"),
+    ([f"{EXAMPLE}:EntropyTarge"], "no function EntropyTarge: did you mean EntropyTarget"),
+    (["nowhere.py:F"], "there is no file"),
+    (["own"], "give path/to/file.py:name or package.module:name"),
+])  # fmt: skip
 def test_features_that_cannot_be_are_refused_in_a_line(features, message):
     with pytest.raises(UserError, match=message) as error:
         made(*features)

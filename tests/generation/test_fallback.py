@@ -57,18 +57,15 @@ def test_greedy_tokens_are_those_of_each_prompt_alone_and_logp_that_of_training(
     assert stats.rows == len(LENGTHS) * 2 * LIMIT
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(LIMIT),
-        Sampling(LIMIT, temperature=1.4, top_k=12, top_p=0.9, min_p=0.02),
-        Sampling(LIMIT, temperature=1.4, logprobs="sampling", top_p=0.9, logit_bias=((5, 2.0), (6, -50.0))),
-        Sampling(LIMIT, temperature=1.4, logprobs="mask", top_p=0.9),
-        Sampling(LIMIT, repetition_penalty=1.3, min_tokens=4, stop_ids=tuple(range(0, VOCABULARY, 6))),
-        Sampling(LIMIT, temperature=GREEDY, repetition_penalty=1.3, stop_ids=tuple(range(0, VOCABULARY, 6))),
-        Sampling(LIMIT, stop_strings=("M", "CD", "xy"), min_tokens=2),
-    ],
-)
+@pytest.mark.parametrize("sampling", [
+    Sampling(LIMIT),
+    Sampling(LIMIT, temperature=1.4, top_k=12, top_p=0.9, min_p=0.02),
+    Sampling(LIMIT, temperature=1.4, logprobs="sampling", top_p=0.9, logit_bias=((5, 2.0), (6, -50.0))),
+    Sampling(LIMIT, temperature=1.4, logprobs="mask", top_p=0.9),
+    Sampling(LIMIT, repetition_penalty=1.3, min_tokens=4, stop_ids=tuple(range(0, VOCABULARY, 6))),
+    Sampling(LIMIT, temperature=GREEDY, repetition_penalty=1.3, stop_ids=tuple(range(0, VOCABULARY, 6))),
+    Sampling(LIMIT, stop_strings=("M", "CD", "xy"), min_tokens=2),
+])  # fmt: skip
 @pytest.mark.parametrize("limits", [None, [1, 5, 9, LIMIT]])
 def test_both_decoders_sample_the_same(qwen2, sampling, limits):
     model, view = qwen2

@@ -99,15 +99,12 @@ def test_sampled_logp_agrees_with_the_training_forward(architecture):
             assert completion.logp == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "without"),
-    [
-        ("mistral", {"sliding_window": None}),
-        ("gemma2", {"layer_types": ["full_attention", "full_attention"]}),
-        ("gemma2", {"attn_logit_softcapping": None}),
-        ("gemma2", {"final_logit_softcapping": None}),
-    ],
-)
+@pytest.mark.parametrize("architecture, without", [
+    ("mistral", {"sliding_window": None}),
+    ("gemma2", {"layer_types": ["full_attention", "full_attention"]}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"final_logit_softcapping": None}),
+])  # fmt: skip
 def test_the_windows_and_soft_caps_of_these_models_are_felt(architecture, without):
     """Or the equality with transformers would hold without them too."""
     prompts = random_prompts([19, 16])

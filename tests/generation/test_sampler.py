@@ -21,7 +21,7 @@ from hybrid_grpo.generation import GREEDY, Sampling, stream_key
 from hybrid_grpo.generation.categorical import ONE
 from hybrid_grpo.generation.categorical import draw as drawn
 from hybrid_grpo.generation.sampler import Sampler, to_lists
-from hybrid_grpo.generation.stop_strings import text_ends
+from hybrid_grpo.generation.sequence import text_ends
 
 DRAWS = 60_000
 
@@ -60,16 +60,13 @@ def test_min_p_keeps_what_is_probable_enough(min_p, others):
     assert_follows(np.bincount(token_n.numpy(), minlength=12), probabilities(logits, min_p=min_p, **others))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.8},
-        {"repetition_penalty": 0.6, "top_k": 5},
-        {"logit_bias": ((2, 1.5), (7, -2.0), (3, 0.5)), "temperature": 0.8},
-        {"stop_ids": (1, 4), "min_tokens": 3},
-        {"repetition_penalty": 1.4, "logit_bias": ((0, 1.0),), "stop_ids": (2,), "min_tokens": 9, "top_p": 0.95},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.6, "top_k": 5},
+    {"logit_bias": ((2, 1.5), (7, -2.0), (3, 0.5)), "temperature": 0.8},
+    {"stop_ids": (1, 4), "min_tokens": 3},
+    {"repetition_penalty": 1.4, "logit_bias": ((0, 1.0),), "stop_ids": (2,), "min_tokens": 9, "top_p": 0.95},
+])  # fmt: skip
 def test_penalties_and_biases_are_those_of_transformers(options):
     """What its processors leave, in its order, is the distribution that tokens follow."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5

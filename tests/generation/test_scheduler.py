@@ -188,19 +188,16 @@ def test_a_group_that_does_not_fit_into_the_slots_keeps_its_pages_until_its_last
     assert schedule.cache._owners[prompt[2]] == 0
 
 
-@pytest.mark.parametrize(
-    ("lengths", "budget", "read"),
-    [
-        # One token less than the prompt is read.
-        ([5, 5, 5], 8, 2),
-        ([5, 5, 5], 12, 3),
-        ([5, 5, 5], 1, 1),
-        ([3, 9, 3], 9, 1),
-        ([3, 9, 3], 11, 2),
-        ([3, 9, 3], 12, 3),
-        ([40, 2], 8, 1),
-    ],
-)
+@pytest.mark.parametrize("lengths, budget, read", [
+    # One token less than the prompt is read.
+    ([5, 5, 5], 8, 2),
+    ([5, 5, 5], 12, 3),
+    ([5, 5, 5], 1, 1),
+    ([3, 9, 3], 9, 1),
+    ([3, 9, 3], 11, 2),
+    ([3, 9, 3], 12, 3),
+    ([40, 2], 8, 1),
+])  # fmt: skip
 def test_a_forward_reads_as_many_prompts_as_fit_into_its_budget(lengths, budget, read):
     groups = [group_of(i, length, [5]) for i, length in enumerate(lengths)]
     schedule = scheduler_of(*groups)
@@ -208,21 +205,18 @@ def test_a_forward_reads_as_many_prompts_as_fit_into_its_budget(lengths, budget,
     assert list(schedule.pending) == groups[read:] and list(schedule.ready) == groups[:read]
 
 
-@pytest.mark.parametrize(
-    ("slots", "pages", "read"),
-    [
-        (8, 30, 3),
-        # Four completions of the first two groups fill the slots.
-        (4, 30, 2),
-        (3, 30, 2),
-        (2, 30, 1),
-        # Of each two pages, and one that its first sequence writes to; page 0 is nobody's.
-        (8, 10, 3),
-        (8, 9, 2),
-        (8, 4, 1),
-        (8, 3, 0),
-    ],
-)
+@pytest.mark.parametrize("slots, pages, read", [
+    (8, 30, 3),
+    # Four completions of the first two groups fill the slots.
+    (4, 30, 2),
+    (3, 30, 2),
+    (2, 30, 1),
+    # Of each two pages, and one that its first sequence writes to; page 0 is nobody's.
+    (8, 10, 3),
+    (8, 9, 2),
+    (8, 4, 1),
+    (8, 3, 0),
+])  # fmt: skip
 def test_no_prompt_is_read_ahead_of_slots_or_pages(slots, pages, read):
     groups = [group_of(i, 9, [5] * 2) for i in range(3)]
     assert len(scheduler_of(*groups, pages=pages, slots=slots).next_prefill_batch(1000)) == read

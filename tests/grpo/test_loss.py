@@ -127,27 +127,24 @@ def test_a_row_of_weight_zero_has_no_part(grpo):
     assert stats.ratio_max == others.ratio_max and not batch.gradient(grpo)[2].any()
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "gain", "slope"),
-    [
-        # Inside both bounds: the policy gradient.
-        (1.25, 1.0, 1.25, 1.25),
-        (0.75, -1.0, -0.75, -0.75),
-        # Beyond a bound in the advantage's direction: nothing more to gain.
-        (1.5, 2.0, 1.3 * 2, 0.0),
-        (0.5, -2.0, -0.6 * 2, 0.0),
-        # Beyond a bound against it: the full ratio pulls back.
-        (0.5, 2.0, 0.5 * 2, 0.5 * 2),
-        (1.5, -2.0, -1.5 * 2, -1.5 * 2),
-        # Between 1 + low and 1 + high, and between 1 - high and 1 - low: the bounds are not each other's.
-        (1.35, 1.0, 1.3, 0.0),
-        (0.65, -1.0, -0.65, -0.65),
-        # Beyond the dual clip, which is for negative advantages alone.
-        (4.0, -2.0, -3.0 * 2, 0.0),
-        (4.0, 2.0, 1.3 * 2, 0.0),
-        (2.9, -2.0, -2.9 * 2, -2.9 * 2),
-    ],
-)
+@pytest.mark.parametrize("ratio, advantage, gain, slope", [
+    # Inside both bounds: the policy gradient.
+    (1.25, 1.0, 1.25, 1.25),
+    (0.75, -1.0, -0.75, -0.75),
+    # Beyond a bound in the advantage's direction: nothing more to gain.
+    (1.5, 2.0, 1.3 * 2, 0.0),
+    (0.5, -2.0, -0.6 * 2, 0.0),
+    # Beyond a bound against it: the full ratio pulls back.
+    (0.5, 2.0, 0.5 * 2, 0.5 * 2),
+    (1.5, -2.0, -1.5 * 2, -1.5 * 2),
+    # Between 1 + low and 1 + high, and between 1 - high and 1 - low: the bounds are not each other's.
+    (1.35, 1.0, 1.3, 0.0),
+    (0.65, -1.0, -0.65, -0.65),
+    # Beyond the dual clip, which is for negative advantages alone.
+    (4.0, -2.0, -3.0 * 2, 0.0),
+    (4.0, 2.0, 1.3 * 2, 0.0),
+    (2.9, -2.0, -2.9 * 2, -2.9 * 2),
+])  # fmt: skip
 @pytest.mark.parametrize("importance", ["token", "sequence"])
 def test_the_bounds_hold_each_on_its_side(importance, ratio, advantage, gain, slope):
     logp = torch.full((1, 2), math.log(ratio), dtype=torch.float64, requires_grad=True)

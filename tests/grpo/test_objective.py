@@ -67,22 +67,19 @@ def test_every_example_can_be_tried(settings):
     assert load_objective(GrpoConfig(**settings)) is not None
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"objective": per_token}, r"per_token, tried on two completions, returned tensor.*: return a finite scalar"),
-        ({"objective": mean_of_real}, r"mean_of_real, tried on a row of padding, returned tensor\(nan"),
-        ({"objective": without_gradient}, r"without_gradient, tried on .* returned .*scalar tensor with a gradient$"),
-        ({"objective": of_old_arguments}, r"of_old_arguments, tried on two .* raised TypeError: .*unexpected"),
-        (
-            {"objective": f"{EXAMPLES}/dro.py:dro"},
-            r"dro.py:dro, tried on .* raised TypeError: .*\(dro.py:\d+\); ref_logp_bT is None .*: set grpo.beta$",
-        ),
-        ({"objective": f"{EXAMPLES}/tpo.py:tpo"}, r"tpo.py:tpo has an argument group_b, and without grpo.whole_groups"),
-        ({"objective": f"{EXAMPLES}/tpo.py:tpa"}, r"tpo.py:tpa: .*tpo.py has no function tpa: did you mean tpo"),
-        ({"objective": "tpo"}, r"tpo: give path/to/file.py:name or package.module:name"),
-    ],
-)
+@pytest.mark.parametrize("settings, why", [
+    ({"objective": per_token}, r"per_token, tried on two completions, returned tensor.*: return a finite scalar"),
+    ({"objective": mean_of_real}, r"mean_of_real, tried on a row of padding, returned tensor\(nan"),
+    ({"objective": without_gradient}, r"without_gradient, tried on .* returned .*scalar tensor with a gradient$"),
+    ({"objective": of_old_arguments}, r"of_old_arguments, tried on two .* raised TypeError: .*unexpected"),
+    (
+        {"objective": f"{EXAMPLES}/dro.py:dro"},
+        r"dro.py:dro, tried on .* raised TypeError: .*\(dro.py:\d+\); ref_logp_bT is None .*: set grpo.beta$",
+    ),
+    ({"objective": f"{EXAMPLES}/tpo.py:tpo"}, r"tpo.py:tpo has an argument group_b, and without grpo.whole_groups"),
+    ({"objective": f"{EXAMPLES}/tpo.py:tpa"}, r"tpo.py:tpa: .*tpo.py has no function tpa: did you mean tpo"),
+    ({"objective": "tpo"}, r"tpo: give path/to/file.py:name or package.module:name"),
+])  # fmt: skip
 def test_a_loss_that_cannot_learn_is_refused(settings, why):
     with pytest.raises(UserError, match=rf"^grpo.objective .*{why}") as error:
         load_objective(GrpoConfig(**settings))

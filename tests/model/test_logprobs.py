@@ -150,16 +150,13 @@ def test_no_tokens_are_no_values_and_a_gradient_of_zero():
     assert not weight.grad.any() and not bias.grad.any()
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, LogitShape(1.0, None)),
-        ({"logit_scale": 0.0625}, LogitShape(0.0625, None)),
-        ({"logits_scaling": 8.0}, LogitShape(0.125, None)),
-        ({"final_logit_softcapping": 30.0}, LogitShape(1.0, 30.0)),
-        ({"logit_scale": None, "final_logit_softcapping": None}, LogitShape(1.0, None)),
-    ],
-)
+@pytest.mark.parametrize("config, expected", [
+    ({}, LogitShape(1.0, None)),
+    ({"logit_scale": 0.0625}, LogitShape(0.0625, None)),
+    ({"logits_scaling": 8.0}, LogitShape(0.125, None)),
+    ({"final_logit_softcapping": 30.0}, LogitShape(1.0, 30.0)),
+    ({"logit_scale": None, "final_logit_softcapping": None}, LogitShape(1.0, None)),
+])  # fmt: skip
 def test_scales_and_soft_caps_are_read_from_the_model_s_configuration(config, expected):
     assert LogitShape.of(SimpleNamespace(**config)) == expected
 

@@ -25,16 +25,13 @@ def test_details_that_are_off_or_of_a_step_without_stages_are_none():
     assert part_of(details=False) is None and part_of(spans=()) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "step", "kept"),
-    [
-        ('{"step":1,"a":2}\n{"step": 2}\n{"step":10}\n', 2, 2),
-        ('{"step":1}\n{"step":2,"sta', 2, 1),
-        ('{"step":1}\n\x00\x00\x00\n{"step":2}\n', 5, 1),
-        ('{"step":1}\n', -1, 0),
-        ("", 3, 0),
-    ],
-)
+@pytest.mark.parametrize("text, step, kept", [
+    ('{"step":1,"a":2}\n{"step": 2}\n{"step":10}\n', 2, 2),
+    ('{"step":1}\n{"step":2,"sta', 2, 1),
+    ('{"step":1}\n\x00\x00\x00\n{"step":2}\n', 5, 1),
+    ('{"step":1}\n', -1, 0),
+    ("", 3, 0),
+])  # fmt: skip
 def test_lines_behind_a_step_are_cut(tmp_path, text, step, kept):
     path = tmp_path / "details.jsonl"
     path.write_text(text)

@@ -96,19 +96,16 @@ def test_what_a_file_defines_can_be_pickled(rules: Path) -> None:
     assert pickle.loads(pickle.dumps(bonus)) is bonus
 
 
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        ("exact_mach", "exact_mach is not a built-in: did you mean exact_match?"),
-        ("rules", "path/to/file.py:function"),
-        ("zzz", "known are exact_match, numeric_answer"),
-        ("countdown", "is not a built-in: data.task gym/countdown has the puzzles"),
-        ("/absent.py:f", "there is no file /absent.py"),
-        ("absent_package.rules:f", "there is no module absent_package: install it"),
-        ("hybrid_grpo.absent:f", "there is no module hybrid_grpo.absent"),
-        ("builtins:max", "wrap it in a `def`"),
-    ],
-)
+@pytest.mark.parametrize("function, said", [
+    ("exact_mach", "exact_mach is not a built-in: did you mean exact_match?"),
+    ("rules", "path/to/file.py:function"),
+    ("zzz", "known are exact_match, numeric_answer"),
+    ("countdown", "is not a built-in: data.task gym/countdown has the puzzles"),
+    ("/absent.py:f", "there is no file /absent.py"),
+    ("absent_package.rules:f", "there is no module absent_package: install it"),
+    ("hybrid_grpo.absent:f", "there is no module hybrid_grpo.absent"),
+    ("builtins:max", "wrap it in a `def`"),
+])  # fmt: skip
 def test_what_there_is_not_is_named(function: str, said: str) -> None:
     assert said in refusal(function)
 
@@ -126,14 +123,11 @@ def test_no_such_function(rules: Path) -> None:
     assert "the name after the colon does not exist" in refusal(f"{rules}:")
 
 
-@pytest.mark.parametrize(
-    "source, said",
-    [
-        ("def f(:\n", "SyntaxError: "),
-        ("import absent_dependency\n", "ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
-        ("x = 1\nraise RuntimeError('two\\nlines')\n", "RuntimeError: two lines (broken.py:2)"),
-    ],
-)
+@pytest.mark.parametrize("source, said", [
+    ("def f(:\n", "SyntaxError: "),
+    ("import absent_dependency\n", "ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
+    ("x = 1\nraise RuntimeError('two\\nlines')\n", "RuntimeError: two lines (broken.py:2)"),
+])  # fmt: skip
 def test_a_file_that_does_not_import(tmp_path: Path, source: str, said: str) -> None:
     (tmp_path / "broken.py").write_text(source)
     before = set(sys.modules)
@@ -236,17 +230,14 @@ def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
     assert load(f"{tmp_path}/sized.py:f", batch_size=2).interface.batch_size == 2
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("import absent_dependency\n", "raised ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
-        ("import sys\nsys.exit('no\\nluck')\n", "rewards[0]: importing them raised SystemExit: no luck"),
-        ("import os\nos._exit(0)\n", "rewards[0]: the process that imports them died: import them by hand"),
-        ("import time\ntime.sleep(100)\n", "takes longer than scoring.max_import_s 1: look for what"),
-        ("def f(): return []\ndef f(completion_id): return []\n", None),
-        ("def g(completions): return []\n", "f does not exist in"),
-    ],
-)
+@pytest.mark.parametrize("source, said", [
+    ("import absent_dependency\n", "raised ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
+    ("import sys\nsys.exit('no\\nluck')\n", "rewards[0]: importing them raised SystemExit: no luck"),
+    ("import os\nos._exit(0)\n", "rewards[0]: the process that imports them died: import them by hand"),
+    ("import time\ntime.sleep(100)\n", "takes longer than scoring.max_import_s 1: look for what"),
+    ("def f(): return []\ndef f(completion_id): return []\n", None),
+    ("def g(completions): return []\n", "f does not exist in"),
+])  # fmt: skip
 @pytest.mark.process
 def test_what_goes_wrong_in_the_importing_process_is_told_in_a_line(tmp_path, source, said) -> None:
     (tmp_path / "broken.py").write_text(source)

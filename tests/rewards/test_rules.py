@@ -116,17 +116,14 @@ def test_letters_in_place_does_not_pay_for_writing_on() -> None:
     assert rewards == sorted(rewards, reverse=True) and rewards[0] == 1.0 and rewards[4] == 3 / 15
 
 
-@pytest.mark.parametrize(
-    ("text", "steps"),
-    [
-        ("abd", [("a", 1 / 3), ("b", 1 / 3), ("d", 0.0)]),
-        ("bbc", [("b", 0.0), ("b", 1 / 3), ("c", 1 / 3)]),
-        # What is written beyond the answer costs, at the place where it is written.
-        ("abcab", [("a", 1 / 3), ("b", 1 / 3), ("c", 1 / 3), ("a", 3 / 4 - 1), ("b", 3 / 5 - 3 / 4)]),
-        (" a ", [(" ", 0.0), ("a", 1 / 3)]),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize("text, steps", [
+    ("abd", [("a", 1 / 3), ("b", 1 / 3), ("d", 0.0)]),
+    ("bbc", [("b", 0.0), ("b", 1 / 3), ("c", 1 / 3)]),
+    # What is written beyond the answer costs, at the place where it is written.
+    ("abcab", [("a", 1 / 3), ("b", 1 / 3), ("c", 1 / 3), ("a", 3 / 4 - 1), ("b", 3 / 5 - 3 / 4)]),
+    (" a ", [(" ", 0.0), ("a", 1 / 3)]),
+    ("", 0.0),
+])  # fmt: skip
 def test_letters_in_place_step_by_step(text, steps) -> None:
     (found,) = letters_in_place([text], ["abc"], steps=True)
     (whole,) = letters_in_place([text], ["abc"])

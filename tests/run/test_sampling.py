@@ -17,26 +17,23 @@ class Names:
         return {2: "</s>"}.get(token, f"t{token}")
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({}, "temperature 1, top_p 1, top_k 0, at most 512 tokens, ended by 2 '</s>', 5 't5'"),
-        (
-            {"temperature": 0.7, "min_p": 0.05, "repetition_penalty": 1.1, "logit_bias": {"3": -100.0}},
-            "temperature 0.7, top_p 1, top_k 0, min_p 0.05, repetition_penalty 1.1, logit_bias {'3': -100.0},"
-            " at most 512 tokens, ended by 2 '</s>', 5 't5'",
-        ),
-        (
-            {"min_completion_tokens": 4, "stop_strings": ["\n\n"], "logprobs": "sampling", "decoder": "transformers"},
-            "temperature 1, top_p 1, top_k 0, min_completion_tokens 4, logprobs sampling, decoder transformers,"
-            " at most 512 tokens, ended by 2 '</s>', 5 't5', text '\\n\\n'",
-        ),
-        (
-            {"ignore_eos": True},
-            "temperature 1, top_p 1, top_k 0, ignore_eos True, at most 512 tokens, ended by the limit only",
-        ),
-    ],
-)
+@pytest.mark.parametrize("settings, line", [
+    ({}, "temperature 1, top_p 1, top_k 0, at most 512 tokens, ended by 2 '</s>', 5 't5'"),
+    (
+        {"temperature": 0.7, "min_p": 0.05, "repetition_penalty": 1.1, "logit_bias": {"3": -100.0}},
+        "temperature 0.7, top_p 1, top_k 0, min_p 0.05, repetition_penalty 1.1, logit_bias {'3': -100.0},"
+        " at most 512 tokens, ended by 2 '</s>', 5 't5'",
+    ),
+    (
+        {"min_completion_tokens": 4, "stop_strings": ["\n\n"], "logprobs": "sampling", "decoder": "transformers"},
+        "temperature 1, top_p 1, top_k 0, min_completion_tokens 4, logprobs sampling, decoder transformers,"
+        " at most 512 tokens, ended by 2 '</s>', 5 't5', text '\\n\\n'",
+    ),
+    (
+        {"ignore_eos": True},
+        "temperature 1, top_p 1, top_k 0, ignore_eos True, at most 512 tokens, ended by the limit only",
+    ),
+])  # fmt: skip
 def test_the_effective_sampling_is_told(settings, line):
     assert SamplingContext(RolloutConfig(**settings), None, Names(), (2, 5)).fact == line
 

@@ -113,20 +113,17 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_numbers_after_it_are_left_
     assert line.startswith(f"WARNING: checkpoint {place.folder}/run/checkpoints/step_000004: manifest.json is missing")
 
 
-@pytest.mark.parametrize(
-    ("content", "kept", "says"),
-    [
-        (None, [], "it lacks the numbers of step 1, 2, 3"),
-        (b"", [], "it lacks the numbers of step 1, 2, 3"),
-        (b"\x00\xff\xfe" * 99, [], "it lacks the numbers of step 1, 2, 3"),
-        (b'{"step": 0}\n{"step": 1}\n{"step": 3}\n', [0, 1, 3], "it lacks the numbers of step 2"),
-        (b'{"step": 1}\n{"step": 2, "a\n{"step": 3}\n', [1, 3], "it lacks the numbers of step 2"),
-        (b'{"step": 1}\n[2]\n{"step": "2"}\n{"step": 3}\n', [1, 3], "it lacks the numbers of step 2"),
-        (b'{"step": 1}\n{"step": 2}\n{"step": 3, "rew', [1, 2], "it lacks the numbers of step 3"),
-        (b'{"step": 1}\n{"step": 2}\n{"step": 2}\n{"step": 3}\n{"step": 4', [1, 2, 3], "some of its lines are damaged"),
-        (b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4', [1, 2, 3], ""),
-    ],
-)
+@pytest.mark.parametrize("content, kept, says", [
+    (None, [], "it lacks the numbers of step 1, 2, 3"),
+    (b"", [], "it lacks the numbers of step 1, 2, 3"),
+    (b"\x00\xff\xfe" * 99, [], "it lacks the numbers of step 1, 2, 3"),
+    (b'{"step": 0}\n{"step": 1}\n{"step": 3}\n', [0, 1, 3], "it lacks the numbers of step 2"),
+    (b'{"step": 1}\n{"step": 2, "a\n{"step": 3}\n', [1, 3], "it lacks the numbers of step 2"),
+    (b'{"step": 1}\n[2]\n{"step": "2"}\n{"step": 3}\n', [1, 3], "it lacks the numbers of step 2"),
+    (b'{"step": 1}\n{"step": 2}\n{"step": 3, "rew', [1, 2], "it lacks the numbers of step 3"),
+    (b'{"step": 1}\n{"step": 2}\n{"step": 2}\n{"step": 3}\n{"step": 4', [1, 2, 3], "some of its lines are damaged"),
+    (b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4', [1, 2, 3], ""),
+])  # fmt: skip
 def test_numbers_that_are_damaged_are_named_and_the_run_goes_on(place, content, kept, says):
     """A power cut had left part of a line, and the run was refused; a line that was there twice was written twice."""
     place.checkpoint(3)

@@ -52,19 +52,16 @@ def saved(run, stage, clock, steps, minutes):
     return found
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "minutes", "expected"),
-    [
-        ({}, 1, [9]),
-        ({}, 4, [4, 8, 9]),
-        ({}, 20, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        ({"every_minutes": 2.5}, 1, [3, 6, 9]),
-        ({"every": 4, "every_minutes": 0}, 99, [4, 8, 9]),
-        # One that was due by number counts for the clock as well.
-        ({"every": 4}, 6, [3, 4, 7, 8, 9]),
-        ({"every": 0, "every_minutes": 0}, 99, []),
-    ],
-)
+@pytest.mark.parametrize("checkpoint, minutes, expected", [
+    ({}, 1, [9]),
+    ({}, 4, [4, 8, 9]),
+    ({}, 20, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    ({"every_minutes": 2.5}, 1, [3, 6, 9]),
+    ({"every": 4, "every_minutes": 0}, 99, [4, 8, 9]),
+    # One that was due by number counts for the clock as well.
+    ({"every": 4}, 6, [3, 4, 7, 8, 9]),
+    ({"every": 0, "every_minutes": 0}, 99, []),
+])  # fmt: skip
 def test_checkpoints_follow_the_clock_and_the_number_of_steps(tmp_path, clock, checkpoint, minutes, expected):
     run, stage = make(tmp_path, **checkpoint)
     assert saved(run, stage, clock, range(1, 10), minutes) == expected

@@ -339,14 +339,11 @@ def test_answers_of_a_rollout_that_was_given_up_are_dropped(tools):
     assert partners.answers(0.0) == []
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "leaves out a call|does not end a turn"),
-        ("{{ raise_exception('no tools') }}", "refuses a call of a tool and its result: no tools"),
-        (FAMILIES["hermes"][0].replace("{{ message.content }}\n</tool_response>", "</tool_response>"), "leaves out"),
-    ],
-)
+@pytest.mark.parametrize("template, message", [
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "leaves out a call|does not end a turn"),
+    ("{{ raise_exception('no tools') }}", "refuses a call of a tool and its result: no tools"),
+    (FAMILIES["hermes"][0].replace("{{ message.content }}\n</tool_response>", "</tool_response>"), "leaves out"),
+])  # fmt: skip
 def test_a_template_without_tools_is_refused(tools, template, message):
     tokenizer = tool_tokenizer("hermes")
     tokenizer.chat_template = template

@@ -20,22 +20,19 @@ def files(tmp_path):
     return {step: tmp_path / f"step_{step:06d}.jsonl" for step in ROWS}
 
 
-@pytest.mark.parametrize(
-    ("query", "found"),
-    [
-        (Query(), [(3, "ABCD"), (3, ""), (1, "abcd"), (1, "dcba"), (1, "Über x")]),
-        (Query(text="abcd"), [(3, "ABCD"), (1, "abcd")]),
-        (Query(text="DCAB"), [(3, "ABCD"), (1, "abcd"), (1, "dcba")]),
-        (Query(text="ÜBER"), [(1, "Über x")]),
-        (Query(finish="length"), [(3, ""), (1, "dcba")]),
-        (Query(least=0.5), [(3, "ABCD"), (1, "abcd")]),
-        (Query(least=0, most=0.5), [(3, "ABCD"), (3, ""), (1, "dcba")]),
-        (Query(first=2), [(3, "ABCD"), (3, "")]),
-        (Query(last=2, text="x"), [(1, "Über x")]),
-        (Query(first=4), []),
-        (Query(prompt=1), [(3, ""), (1, "dcba")]),
-    ],
-)
+@pytest.mark.parametrize("query, found", [
+    (Query(), [(3, "ABCD"), (3, ""), (1, "abcd"), (1, "dcba"), (1, "Über x")]),
+    (Query(text="abcd"), [(3, "ABCD"), (1, "abcd")]),
+    (Query(text="DCAB"), [(3, "ABCD"), (1, "abcd"), (1, "dcba")]),
+    (Query(text="ÜBER"), [(1, "Über x")]),
+    (Query(finish="length"), [(3, ""), (1, "dcba")]),
+    (Query(least=0.5), [(3, "ABCD"), (1, "abcd")]),
+    (Query(least=0, most=0.5), [(3, "ABCD"), (3, ""), (1, "dcba")]),
+    (Query(first=2), [(3, "ABCD"), (3, "")]),
+    (Query(last=2, text="x"), [(1, "Über x")]),
+    (Query(first=4), []),
+    (Query(prompt=1), [(3, ""), (1, "dcba")]),
+])  # fmt: skip
 def test_what_fits_is_found_newest_step_first(files, query, found):
     answer = search(files, query)
     assert [(row["step"], row["completion"]) for row in answer.rows] == found
@@ -85,13 +82,10 @@ def test_a_place_between_two_lines_or_in_a_file_that_is_gone_has_no_completion(f
     assert search({1: tmp_path / "gone.jsonl"}, Query()).rows == []
 
 
-@pytest.mark.parametrize(
-    ("order", "found"),
-    [
-        (("reward", False), ["abcd", "ABCD", "", "dcba", "Über x"]),
-        (("reward", True), ["", "dcba", "ABCD", "abcd", "Über x"]),
-    ],
-)
+@pytest.mark.parametrize("order, found", [
+    (("reward", False), ["abcd", "ABCD", "", "dcba", "Über x"]),
+    (("reward", True), ["", "dcba", "ABCD", "abcd", "Über x"]),
+])  # fmt: skip
 def test_the_best_and_the_worst_are_found_among_all_and_not_only_the_newest(files, order, found):
     assert [row["completion"] for row in search(files, Query(), order=order, limit=9).rows] != [], "all fit"
     for limit in (1, 2, 3, 4):

@@ -43,21 +43,21 @@ def _linear(module: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _epsilon(module: Any) -> Any:
+def epsilon_of(module: Any) -> Any:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def _rms_norm(module: Any, offset: float, x: Tensor) -> Tensor:
     x, weight = x.contiguous(), module.weight
     out = torch.empty_like(x)
-    run("rms_norm", out, x, weight, offset, _epsilon(module), x.numel() // len(weight), len(weight))
+    run("rms_norm", out, x, weight, offset, epsilon_of(module), x.numel() // len(weight), len(weight))
     return out
 
 
 def norm_offset(module: Any) -> float | None:
     """Return what an RMS norm adds to its weight, 0 or 1; None if a module computes neither."""
     weight = getattr(module, "weight", None)
-    if not isinstance(_epsilon(module), float) or weight is None or weight.dim() != 1 or not usable(weight):
+    if not isinstance(epsilon_of(module), float) or weight is None or weight.dim() != 1 or not usable(weight):
         return None
     x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1)
     found = module(x)

@@ -88,9 +88,8 @@ class Checkpoints:
                 _refuse_code(path)
         except Damaged as damage:
             verdict = str(damage)
-        for of_rank in all_gather_objects(verdict):
-            if of_rank:
-                raise Damaged(of_rank)
+        if verdict := next(filter(None, all_gather_objects(verdict)), ""):
+            raise Damaged(verdict)
         assert manifest is not None
         if is_own:
             self._verified_run = manifest.run
@@ -195,8 +194,7 @@ class Checkpoints:
 
     def load(self, engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
         """Restore the engine from a checkpoint that `verify` returned, and return this rank's state. Collective."""
-        folder = checkpoint.folder
-        return dict(engine.load(folder.parent, folder.name)["hybrid_grpo"])
+        return dict(engine.load(checkpoint.folder.parent, checkpoint.folder.name)["hybrid_grpo"])
 
     def roll_back(self, checkpoint: Checkpoint, lr_scale: float, note: str) -> Checkpoint:
         """Abandon everything after a checkpoint, record the reason and the learning-rate factor from there on in its

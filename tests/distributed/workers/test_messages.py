@@ -48,29 +48,26 @@ def test_replies_come_back_as_they_were_sent():
     assert decode_reply(encode_reply(6, Reply([1.0], [None])), CALLS) is None
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"",
-        b"[" * 100_000,
-        b"7",
-        b"[7, [1.0], {}, {}, false, false]",
-        b"[7, [1.0, 2.0, 3.0], {}, {}, false, false]",
-        b"[7, [1.0, Infinity], {}, {}, false, false]",
-        b'[7, [1.0, "1.0"], {}, {}, false, false]',
-        b"[7, [1.0, [[6, 1.0]]], {}, {}, false, false]",
-        b'[7, [1.0, 2.0], {"0": {"kind": "forged", "message": "", "traceback": ""}}, {}, false, false]',
-        b"[7, [1.0, 2.0], [[]], {}, false, false]",
-        b'[7, [1.0, 2.0], {}, {"a": 1}, false, false]',
-        b"[8, [0.0], {}, {}, false, false]",
-        b'[8, [{"text": "a", "pictures": ["AAAA"]}], {}, {}, false, false]',
-        b'[8, [{"text": "\\ufffc", "pictures": ["A"]}], {}, {}, false, false]',
-        b"[8, [], {}, {}, false, false]",
-        b'[11, [{"said": {"text": "a", "pictures": []}, "reward": "1", "done": true}], {}, {}, false, false]',
-        b'[11, [{"said": {"text": "a", "pictures": []}}], {}, {}, false, false]',
-        b'[12, [{"reward": 1.0, "state": []}], {}, {}, false, false]',
-    ],
-)
+@pytest.mark.parametrize("message", [
+    b"",
+    b"[" * 100_000,
+    b"7",
+    b"[7, [1.0], {}, {}, false, false]",
+    b"[7, [1.0, 2.0, 3.0], {}, {}, false, false]",
+    b"[7, [1.0, Infinity], {}, {}, false, false]",
+    b'[7, [1.0, "1.0"], {}, {}, false, false]',
+    b"[7, [1.0, [[6, 1.0]]], {}, {}, false, false]",
+    b'[7, [1.0, 2.0], {"0": {"kind": "forged", "message": "", "traceback": ""}}, {}, false, false]',
+    b"[7, [1.0, 2.0], [[]], {}, false, false]",
+    b'[7, [1.0, 2.0], {}, {"a": 1}, false, false]',
+    b"[8, [0.0], {}, {}, false, false]",
+    b'[8, [{"text": "a", "pictures": ["AAAA"]}], {}, {}, false, false]',
+    b'[8, [{"text": "\\ufffc", "pictures": ["A"]}], {}, {}, false, false]',
+    b"[8, [], {}, {}, false, false]",
+    b'[11, [{"said": {"text": "a", "pictures": []}, "reward": "1", "done": true}], {}, {}, false, false]',
+    b'[11, [{"said": {"text": "a", "pictures": []}}], {}, {}, false, false]',
+    b'[12, [{"reward": 1.0, "state": []}], {}, {}, false, false]',
+])  # fmt: skip
 def test_what_is_no_reply_is_refused_with_a_single_kind_of_error(message):
     with pytest.raises(ValueError, match="no reply"):
         decode_reply(message, CALLS)

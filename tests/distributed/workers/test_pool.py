@@ -185,20 +185,17 @@ def test_sixty_four_of_a_hundred_coroutines_wait_together() -> None:
     assert rewards.score(*rows(*["64"] * 100)).reward_B.tolist() == [64.0] * 100
 
 
-@pytest.mark.parametrize(
-    ("what", "outcome"),
-    [
-        ("raises", "failed"),
-        ("exits", "failed"),
-        ("returns an odd number", "failed"),
-        ("writes everywhere", "failed"),
-        ("exits at once", "failed"),
-        ("crashes", "failed"),
-        ("allocates", "failed"),
-        ("kills its parent", "failed"),
-        ("hangs", "timed_out"),
-    ],
-)
+@pytest.mark.parametrize("what, outcome", [
+    ("raises", "failed"),
+    ("exits", "failed"),
+    ("returns an odd number", "failed"),
+    ("writes everywhere", "failed"),
+    ("exits at once", "failed"),
+    ("crashes", "failed"),
+    ("allocates", "failed"),
+    ("kills its parent", "failed"),
+    ("hangs", "timed_out"),
+])  # fmt: skip
 def test_a_coroutine_that_ends_or_blocks_its_process_costs_itself_only(monkeypatch, what: str, outcome: str) -> None:
     monkeypatch.setattr("hybrid_grpo.distributed.workers.pool._ASYNC_GRACE_SECONDS", 0.3)
     # The others wait for new processes where theirs have gone.
@@ -257,17 +254,14 @@ def test_rewards_are_waited_for_max_wait_s_after_the_last_completion(capfd, isol
     assert "rewards: f had not finished scoring.max_wait_s, 1 s, after the last completion" in message
 
 
-@pytest.mark.parametrize(
-    ("spans", "seconds"),
-    [
-        ([], 0.0),
-        ([(1.0, 3.0)], 2.0),
-        ([(4.0, 5.0), (1.0, 3.0)], 3.0),
-        ([(1.0, 3.0), (2.0, 4.5)], 3.5),
-        ([(1.0, 9.0), (2.0, 3.0), (8.0, 10.0)], 9.0),
-        ([(1.0, 2.0), (1.0, 2.0)], 1.0),
-    ],
-)
+@pytest.mark.parametrize("spans, seconds", [
+    ([], 0.0),
+    ([(1.0, 3.0)], 2.0),
+    ([(4.0, 5.0), (1.0, 3.0)], 3.0),
+    ([(1.0, 3.0), (2.0, 4.5)], 3.5),
+    ([(1.0, 9.0), (2.0, 3.0), (8.0, 10.0)], 9.0),
+    ([(1.0, 2.0), (1.0, 2.0)], 1.0),
+])  # fmt: skip
 def test_seconds_in_which_anything_ran(spans, seconds) -> None:
     assert busy_seconds(Reply([], [], spans=[span]) for span in spans) == seconds
     assert busy_seconds([Reply([], [], spans=spans)]) == seconds

@@ -159,8 +159,8 @@ def test_what_is_read_in_less_time_is_what_a_whole_forward_stores(architecture):
         lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
         ids = torch.randint(VOCABULARY, (sum(lengths),), generator=generator)
         batches = [Prefill(cache, pages, list(begins), lengths) for cache in (whole, early)]
-        cached_forward(view.base_model, view, ids[None], batches[0].position_1N, batches[0])
-        batches[1].read(view.base_model, view, ids[None], batches[1].position_1N)
+        cached_forward(view.base_model, ids[None], batches[0].position_1N, batches[0])
+        batches[1].read(view.base_model, ids[None], batches[1].position_1N)
         if fused is not None:
             step = decoder.Decoder(view, short, Sampling(1), 1, 4)
             assert step.prefill(pages, list(begins), [part.tolist() for part in ids.split(lengths)])

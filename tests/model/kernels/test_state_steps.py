@@ -85,15 +85,12 @@ def unfit(**changed: Tensor) -> dict[str, Tensor]:
     return fit | {"log_decay": torch.zeros(n, 1, heads), "beta": torch.ones(n, 1, heads)} | changed
 
 
-@pytest.mark.parametrize(
-    ("state", "changed"),
-    [
-        (torch.zeros(2, 2, 8, 8, dtype=torch.bfloat16), {}),
-        (torch.zeros(2, 2, 8, 8).transpose(2, 3)[:, :, :, :], {}),
-        (torch.zeros(2, 2, 8, 8), {"query": torch.randn(2, 1, 8, 2).transpose(2, 3)}),
-        (torch.zeros(2, 2, 8, 8), {"key": torch.randn(2, 1, 2, 8).double()}),
-        (torch.zeros(1, 2, 8, 8), {}),
-    ],
-)
+@pytest.mark.parametrize("state, changed", [
+    (torch.zeros(2, 2, 8, 8, dtype=torch.bfloat16), {}),
+    (torch.zeros(2, 2, 8, 8).transpose(2, 3)[:, :, :, :], {}),
+    (torch.zeros(2, 2, 8, 8), {"query": torch.randn(2, 1, 8, 2).transpose(2, 3)}),
+    (torch.zeros(2, 2, 8, 8), {"key": torch.randn(2, 1, 2, 8).double()}),
+    (torch.zeros(1, 2, 8, 8), {}),
+])  # fmt: skip
 def test_what_does_not_fit_is_left_to_torch(state: Tensor, changed: dict[str, Tensor]) -> None:
     assert states.recurrent_delta_rule(**unfit(**changed), state=state, unit=True) is None

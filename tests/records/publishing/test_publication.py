@@ -183,14 +183,11 @@ def test_the_card_says_what_the_run_measured(run: Path) -> None:
     assert "- data: train.jsonl [train]: 12 of 12 rows kept" in card.text
 
 
-@pytest.mark.parametrize(
-    "use, template, prompt",
-    [
-        ("auto", None, "aprompt"),
-        ("auto", TEMPLATE, "<bos><system>be,brief<user>amessage<assistant>"),
-        ("never", TEMPLATE, "aprompt"),
-    ],
-)
+@pytest.mark.parametrize("use, template, prompt", [
+    ("auto", None, "aprompt"),
+    ("auto", TEMPLATE, "<bos><system>be,brief<user>amessage<assistant>"),
+    ("never", TEMPLATE, "aprompt"),
+])  # fmt: skip
 def test_the_card_shows_how_the_model_is_prompted(
     run: Path, capsys: pytest.CaptureFixture[str], use: str, template: str | None, prompt: str
 ) -> None:

@@ -87,17 +87,14 @@ OFF = "wandb is off for the rest of this run: "
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "fault, told",
-    [
-        ("import raises", f"{OFF}RuntimeError: no import today"),
-        ("init hangs", f"{OFF}starting did not end within 5 s"),
-        ("log raises", f"{OFF}RuntimeError: no log today"),
-        ("log hangs", f"{OFF}writing step 1 did not end within 10 s"),
-        ("log dies", f"{OFF}its process ended with status 9"),
-        ("finish hangs", "wandb did not finish within 4 s of the end of the run, and was killed"),
-    ],
-)
+@pytest.mark.parametrize("fault, told", [
+    ("import raises", f"{OFF}RuntimeError: no import today"),
+    ("init hangs", f"{OFF}starting did not end within 5 s"),
+    ("log raises", f"{OFF}RuntimeError: no log today"),
+    ("log hangs", f"{OFF}writing step 1 did not end within 10 s"),
+    ("log dies", f"{OFF}its process ended with status 9"),
+    ("finish hangs", "wandb did not finish within 4 s of the end of the run, and was killed"),
+])  # fmt: skip
 def test_a_tracker_that_fails_or_hangs_is_told_of_once_and_ends_alone(
     fault, told, stand_in, folder, monkeypatch, capsys
 ):

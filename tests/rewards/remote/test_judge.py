@@ -85,15 +85,12 @@ def test_what_cannot_be_read_is_asked_again_and_fails_alone() -> None:
     assert scores[0] == 0.1 and math.isnan(scores[1]) and extra["tokens"] == [60.0, None]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "said"),
-    [
-        ({"url": "http://127.0.0.1:1/v1"}, "missing 1 required keyword-only argument: 'model'"),
-        ({"url": "127.0.0.1", "model": "m"}, "url must begin with http:// or https://"),
-        ({"url": "https://x/v1", "model": "m", "token_env": "NO_SUCH_KEY"}, "token_env NO_SUCH_KEY: there is no such"),
-        ({"url": "https://x/v1", "model": "m", "rubrics": ""}, "judge has no such parameter: did you mean rubric?"),
-    ],
-)
+@pytest.mark.parametrize("kwargs, said", [
+    ({"url": "http://127.0.0.1:1/v1"}, "missing 1 required keyword-only argument: 'model'"),
+    ({"url": "127.0.0.1", "model": "m"}, "url must begin with http:// or https://"),
+    ({"url": "https://x/v1", "model": "m", "token_env": "NO_SUCH_KEY"}, "token_env NO_SUCH_KEY: there is no such"),
+    ({"url": "https://x/v1", "model": "m", "rubrics": ""}, "judge has no such parameter: did you mean rubric?"),
+])  # fmt: skip
 def test_mistakes_are_refused_at_the_start(kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         load_function(RewardConfig("judge", kwargs=kwargs), "rewards[0]")

@@ -237,16 +237,13 @@ def test_a_kill_in_a_save_leaves_the_last_whole_one_and_its_rest_is_cleared(tmp_
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == ["run_id", "step_000001", "step_000002"]
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (OSError(28, "No space left on device"), "No space left on device"),
-        (OSError(30, "Read-only file system", "/mnt/a/b.pt"), "b.pt: Read-only file system"),
-        (OSError(122, "Disk quota exceeded"), "Disk quota exceeded"),
-        (OSError(24, "Too many open files"), "Too many open files"),
-        (RuntimeError("unexpected pos 768 vs 662"), "unexpected pos 768 vs 662"),
-    ],
-)
+@pytest.mark.parametrize("error, says", [
+    (OSError(28, "No space left on device"), "No space left on device"),
+    (OSError(30, "Read-only file system", "/mnt/a/b.pt"), "b.pt: Read-only file system"),
+    (OSError(122, "Disk quota exceeded"), "Disk quota exceeded"),
+    (OSError(24, "Too many open files"), "Too many open files"),
+    (RuntimeError("unexpected pos 768 vs 662"), "unexpected pos 768 vs 662"),
+])  # fmt: skip
 def test_a_save_that_fails_says_why_and_leaves_no_trace(tmp_path, error, says):
     checkpoints, engine = Checkpoints(tmp_path / "checkpoints", keep=1), Engine()
     checkpoints.save(engine, 1, {})

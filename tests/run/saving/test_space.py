@@ -21,15 +21,12 @@ def trained(module):
     return SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)))
 
 
-@pytest.mark.parametrize(
-    ("config", "shards", "needed"),
-    [
-        # Weights of 4 bytes: 1000 that are trained, 200 that are not; two kept and one that is written.
-        (CheckpointConfig(keep=2), None, 3 * 12_000 + 4_800),
-        (CheckpointConfig(keep=1), object(), 2 * (12_000 + 4_800) + 4_800),
-        (CheckpointConfig(every=0, every_minutes=0), None, 4_800),
-    ],
-)
+@pytest.mark.parametrize("config, shards, needed", [
+    # Weights of 4 bytes: 1000 that are trained, 200 that are not; two kept and one that is written.
+    (CheckpointConfig(keep=2), None, 3 * 12_000 + 4_800),
+    (CheckpointConfig(keep=1), object(), 2 * (12_000 + 4_800) + 4_800),
+    (CheckpointConfig(every=0, every_minutes=0), None, 4_800),
+])  # fmt: skip
 def test_what_is_kept_must_fit_and_is_printed(tmp_path, monkeypatch, capsys, config, shards, needed):
     module = torch.nn.ParameterList([torch.zeros(10, 100), torch.zeros(200)])
     module[1].requires_grad_(False)

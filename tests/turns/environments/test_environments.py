@@ -335,16 +335,13 @@ def test_what_came_of_an_environment_outlives_a_crash(tmp_path):
     assert [asdict(c) for c in groups[0]] == [asdict(completion)] * 2
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        (f"{FILE}:NoReset", "has no method reset"),
-        (f"{FILE}:NoMethods", "has no step, and no method that the model could call"),
-        (f"{FILE}:OfOpenenv", "is openenv's OfOpenenv, whose turns are not text"),
-        (f"{FILE}:Steos", "has no function Steos: did you mean Steps"),
-        ("Steps", "give path/to/file.py:name"),
-    ],
-)
+@pytest.mark.parametrize("place, message", [
+    (f"{FILE}:NoReset", "has no method reset"),
+    (f"{FILE}:NoMethods", "has no step, and no method that the model could call"),
+    (f"{FILE}:OfOpenenv", "is openenv's OfOpenenv, whose turns are not text"),
+    (f"{FILE}:Steos", "has no function Steos: did you mean Steps"),
+    ("Steps", "give path/to/file.py:name"),
+])  # fmt: skip
 def test_a_class_that_is_no_environment_is_refused(place, message):
     with pytest.raises(UserError, match=rf"rollout\.environment .*{message}"):
         EnvironmentEntry(place).load("rollout.environment")
