@@ -58,7 +58,7 @@ def recipe(offload: bool) -> TrainConfig:
     """The recipe of the table, with the optimizer on the GPU or in host memory."""
     return TrainConfig(
         policy=PolicyConfig(gradient_checkpointing=True),
-        engine=EngineConfig(offload_optimizer=offload),
+        engine=EngineConfig(offload_optimizer=offload, zero_stage=3 if offload else None),
         rollout=RolloutConfig(prompts_per_step=32, num_generations=8, max_completion_tokens=1024, prefill_tokens=2048),
     )
 

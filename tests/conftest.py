@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from long_tests import few, listed
+from user import User
 from workshop import Workshop
 
 if not torch.cuda.is_available():
@@ -54,6 +55,11 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in left_out]
     long = {item.path for item in items if item.get_closest_marker("ranks") or item.get_closest_marker("process")}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> User:
+    return User(tmp_path)
 
 
 @pytest.fixture

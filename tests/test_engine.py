@@ -10,6 +10,8 @@ from rank_programs import EXPERTS, UNPACKED
 from tiny_models import build, tiny_config
 from transformers import AutoTokenizer
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -22,21 +24,18 @@ def alone(folder):
     return seen
 
 
-@pytest.mark.ranks
 def test_two_ranks_are_one(folder, alone):
     assert_same_steps(ranks(2, "zero3", folder), alone)
     lengths = {len(row[1]) for row in alone["rollouts"][0]}
     assert len(lengths) > 3, "completions of one length would prove little"
 
 
-@pytest.mark.ranks
 def test_the_work_of_the_rewards_and_the_wait_for_it_are_measured(alone):
     for metrics in alone["metrics"]:
         assert 0 < metrics["time/reward_s"] < metrics["time/step_s"]
         assert 0 <= metrics["time/reward_wait_s"] < metrics["time/step_s"]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("stage", ["zero0", "zero2"])
 def test_every_stage_does_the_same_steps(folder, alone, stage):
     assert_same_steps(ranks(2, stage, folder), alone)
@@ -48,7 +47,6 @@ def with_reference(folder):
     return seen
 
 
-@pytest.mark.ranks
 def test_minibatches_and_the_reference_do_not_depend_on_the_ranks(folder, with_reference):
     one, two = with_reference, ranks(2, "zero3_reference", folder)
     assert_same_steps(two, one, minibatches=2)
@@ -57,14 +55,12 @@ def test_minibatches_and_the_reference_do_not_depend_on_the_ranks(folder, with_r
     assert two[0]["metrics"][1]["policy/kl"] == pytest.approx(one["metrics"][1]["policy/kl"], rel=1e-4)
 
 
-@pytest.mark.ranks
 def test_sampler_and_training_forward_agree(alone):
     for metrics in alone["metrics"]:
         assert metrics["parity/logp_abs_diff_max"] < 1e-4
         assert metrics["policy/ratio_max"] == 1.0, "one step a rollout is on-policy by construction"
 
 
-@pytest.mark.ranks
 def test_with_the_sampler_s_mask_ratios_are_one_whatever_filters_leave(folder):
     """And the KL from a reference that is the policy is 0."""
     (one,), two = ranks(1, "masked", folder), ranks(2, "masked", folder)
@@ -78,7 +74,6 @@ def test_with_the_sampler_s_mask_ratios_are_one_whatever_filters_leave(folder):
         assert sorted(two[0][name]["tokens"] + two[1][name]["tokens"]) == sorted(seen["tokens"])
 
 
-@pytest.mark.ranks
 def test_nothing_is_collective_between_gather_and_release(folder):
     first, second = ranks(2, "switch", folder)
     for seen in (first, second):
@@ -93,7 +88,6 @@ def test_nothing_is_collective_between_gather_and_release(folder):
     assert first["stopped"].startswith("generation was stopped on another rank") and second["stopped"] == "no memory"
 
 
-@pytest.mark.ranks
 def test_memory_that_is_kept_stays_where_it_is_while_the_weights_in_it_change(folder):
     """Every replay checks its addresses; gathered weights are new memory at every switch where nothing is kept."""
     for seen in ranks(2, "kept", folder):
@@ -102,14 +96,12 @@ def test_memory_that_is_kept_stays_where_it_is_while_the_weights_in_it_change(fo
         assert seen["replays"] > 50 and seen["same"] == [True] * 3 and seen["empty_after"]
 
 
-@pytest.mark.ranks
 def test_generation_between_steps_leaves_training_bit_identical(folder):
     for seen in ranks(2, "losses", folder, programs="engine_programs.py"):
         assert len(set(seen["without"])) == 10
         assert seen["with"] == seen["without"]
 
 
-@pytest.mark.ranks
 def test_fused_layers_train_sharded_weights_as_those_of_transformers(folder):
     """Weights are there only while the module that has them runs, and gradients reach them by its hooks."""
     for seen in ranks(2, "fused", folder, programs="engine_programs.py"):
@@ -120,7 +112,6 @@ def test_fused_layers_train_sharded_weights_as_those_of_transformers(folder):
             assert other == pytest.approx(one, abs=1e-5) and max(abs(value - 1) for value in one) > 1e-3
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(folder, stage):
     first, second = ranks(2, "nonfinite", folder / f"stage{stage}", programs="engine_programs.py")
@@ -132,13 +123,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(folder, sta
         assert seen["norms"][1] in ("inf", "nan")
 
 
-@pytest.mark.ranks
 def test_the_reference_is_the_starting_policy_and_the_export_the_trained_one(folder):
     for seen in ranks(2, "export", folder):
         assert seen == {"reference": 0.0, "exported": 0.0, "trained": True, "tied": True}
 
 
-@pytest.mark.ranks
 def test_checkpointing_offloading_and_bfloat16(folder, alone):
     (seen,) = ranks(1, "variants", folder)
     first = alone["metrics"][0]
@@ -150,7 +139,6 @@ def test_checkpointing_offloading_and_bfloat16(folder, alone):
         assert 0 < seen[name]["parity/logp_abs_diff_mean"] < 0.02, name
 
 
-@pytest.mark.ranks
 def test_how_the_training_forward_attends_changes_nothing_but_its_cost(folder, alone):
     (seen,) = ranks(1, "attentions", folder)
     for name, one in seen.items():
@@ -163,7 +151,6 @@ def test_how_the_training_forward_attends_changes_nothing_but_its_cost(folder, a
     assert seen["sdpa"]["computed"] == seen["eager"]["computed"] > seen["apart"]["computed"]
 
 
-@pytest.mark.ranks
 def test_a_model_that_cannot_be_packed_is_trained_on_padded_rows(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -178,7 +165,6 @@ def test_a_model_that_cannot_be_packed_is_trained_on_padded_rows(folder):
     assert first != second
 
 
-@pytest.mark.ranks
 def test_two_ranks_replay_the_experts_that_one_does(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -192,7 +178,6 @@ def test_two_ranks_replay_the_experts_that_one_does(folder):
         assert metrics["moe/load_max"] > 1
 
 
-@pytest.mark.ranks
 def test_a_rollout_is_used_several_times_and_made_once(folder):
     (seen,) = ranks(1, "iterations", folder)
     assert seen["calls"] == {"rollout": 1, "logprobs": 1, "step": 4}
@@ -202,7 +187,6 @@ def test_a_rollout_is_used_several_times_and_made_once(folder):
     assert metrics["parity/logp_abs_diff_max"] < 1e-4, "measured before the first update"
 
 
-@pytest.mark.ranks
 def test_weights_in_host_memory_and_what_measures_change_no_step(folder, alone):
     first, second = ranks(2, "sections", folder, programs="engine_programs.py")
     for name in ("offload_param", "flops_profiler", "comms_logger"):
@@ -215,7 +199,11 @@ def test_weights_in_host_memory_and_what_measures_change_no_step(folder, alone):
     assert first["flops_profiler"]["communication"] == "", "told by the logger alone"
 
 
-@pytest.mark.ranks
+def test_what_an_offloaded_optimizer_pins_is_what_is_planned(folder):
+    (seen,) = ranks(1, "pinned", folder, programs="engine_programs.py")
+    assert len(seen) == 3 and all(taken == planned > 0 for taken, planned in seen), seen
+
+
 def test_copies_of_the_weights_inside_a_machine_change_no_step(folder, with_reference):
     """zero_hpz_partition_size 2 on four ranks: backward gathers inside a pair, generation over all ranks, and after an
     optimizer step nobody may read the copies of before."""
@@ -226,7 +214,6 @@ def test_copies_of_the_weights_inside_a_machine_change_no_step(folder, with_refe
     assert seen[0]["gathers"].keys() == {"4", "2"}
 
 
-@pytest.mark.ranks
 def test_the_reference_fetches_layers_before_they_are_needed(folder):
     """Its weights stream through the device: the first forward records the order of the layers and waits for each."""
     (seen,) = ranks(1, "streaming", folder, programs="engine_programs.py")
@@ -236,7 +223,6 @@ def test_the_reference_fetches_layers_before_they_are_needed(folder):
     assert max(seen["held"]) < seen["numbers"] / 3
 
 
-@pytest.mark.ranks
 def test_sharded_loading_leaves_the_rotary_frequencies_as_they_are(folder):
     """transformers 5.17 to 5.22 let `zero.Init` cast them to bfloat16: off by a radian at position 1,000."""
     (seen,) = ranks(1, "buffers", folder, programs="engine_programs.py")
@@ -262,4 +248,4 @@ before = grow(range(1, 50))
 print((grow(range(50, 650)) - before) / 600)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert float(done.stdout.splitlines()[-1]) < 20_000, done.stderr[-2000:]
+    assert float(done.stdout.splitlines()[-1]) < 300_000, done.stderr[-2000:]

@@ -292,7 +292,7 @@ class DecodeStep:
 def has_kernel(device: torch.device, page: int, keys: Tensor, values: Tensor, group: int, options: Options) -> bool:
     """Whether a GPU kernel reads keys and values like these, [..., d], from pages of `page` entries, if `group` query
     heads share a key head."""
-    if not on_gpu(device) or not gpu.available():
+    if not on_gpu(device) or not gpu.usable():
         return False
     d, v, sinking = keys.shape[-1], values.shape[-1], options.sinks is not None
     windowed, capped = options.window > 0, options.softcap > 0

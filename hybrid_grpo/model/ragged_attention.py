@@ -174,21 +174,11 @@ class _VarlenWithSinks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse_HN, sinks = ctx.saved_tensors
+        *tensors, out, lse_HN, sinks = ctx.saved_tensors
         # No dropout, so no random state.
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        unwindowed, state = ctx.window == (-1, 0), torch.zeros(2, dtype=torch.uint64, device=dout.device)
         gradients = varlen_backward()(
-            dout.contiguous(),
-            query,
-            key,
-            value,
-            out,
-            lse_HN,
-            *ctx.ragged,
-            ctx.window == (-1, 0),
-            state,
-            ctx.scale,
-            list(ctx.window),
+            dout.contiguous(), *tensors, out, lse_HN, *ctx.ragged, unwindowed, state, ctx.scale, list(ctx.window)
         )
         return *gradients, None, None, None, None, None, None, sink_gradient(dout, out, lse_HN.T, sinks)
 

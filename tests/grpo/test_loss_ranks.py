@@ -4,6 +4,8 @@ import pytest
 from launching import make_task, ranks
 from objective_programs import OBJECTIVES
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
@@ -11,7 +13,6 @@ def seen(tmp_path_factory):
     return {world: ranks(world, "objectives", folder, programs="objective_programs.py") for world in (1, 2)}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_step_does_not_depend_on_the_ranks(seen, name):
     (alone,) = (one["objectives"][name] for one in seen[1])
@@ -32,7 +33,6 @@ def test_a_step_does_not_depend_on_the_ranks(seen, name):
     assert alone["metrics"]["policy/grad_norm"] > 0
 
 
-@pytest.mark.ranks
 def test_each_objective_is_another(seen):
     (alone,) = (dict(one["objectives"]) for one in seen[1])
     pieces, ends = alone.pop("process, in pieces"), alone["process"]
@@ -41,7 +41,6 @@ def test_each_objective_is_another(seen):
     assert len({one["metrics"]["policy/grad_norm"] for one in alone.values()}) == len(OBJECTIVES) - 1
 
 
-@pytest.mark.ranks
 def test_groups_that_teach_nothing_are_replaced(seen):
     for world, everybody in seen.items():
         metrics = everybody[0]["objectives"]["dapo"]["metrics"]
@@ -57,7 +56,6 @@ def test_groups_that_teach_nothing_are_replaced(seen):
         assert len(streams) == 48, world
 
 
-@pytest.mark.ranks
 def test_numbers_of_the_objectives(seen):
     (alone,) = ({name: one["metrics"] for name, one in o["objectives"].items()} for o in seen[1])
     assert -1 < alone["dapo"]["reward/overlong_penalty"] < 0
@@ -72,7 +70,6 @@ def test_numbers_of_the_objectives(seen):
         assert alone[name]["policy/ratio_max"] == 1.0, "one optimizer step is on-policy, whoever gives old_logp"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("stage", ["3", "0"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_refreshed_reference_is_the_policy_and_half_of_it_the_average(seen, world, stage):
@@ -83,7 +80,6 @@ def test_a_refreshed_reference_is_the_policy_and_half_of_it_the_average(seen, wo
         assert refresh["apart"] < 1e-6
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["uneven", "all"])
 def test_groups_without_a_gradient_leave_the_backward_pass_of_every_rank(seen, world, name):

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import io
+import weakref
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from memory_plans import GPU, SIZES
 from rank_programs import build, main, two_steps
 from transformers import modeling_utils
 
 from hybrid_grpo import engine
 from hybrid_grpo.config import EngineConfig, PolicyConfig
+from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed.ranks import all_reduce, barrier, rank, world_size
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.sidecars import TokenRow
+from hybrid_grpo.run.memory.dry_run import power_of_two
+from hybrid_grpo.run.memory.plan import Plan
 
 _ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
 _FROM_HOST = {"offload_param": {"device": "cpu"}, **_ALL_SHARDED}
@@ -70,6 +76,30 @@ def hpz(folder: Path) -> dict[str, Any]:
     parameters = list(trainer.policy.engine.engine.module.parameters())
     seen["shards"] = [(p.ds_numel, p.ds_tensor.numel(), p.ds_secondary_tensor.numel()) for p in parameters]
     seen["gathers"] = gathers
+    return seen
+
+
+def pinned(folder: Path) -> list[tuple[int, int]]:
+    """By ZeRO stage, what an offloaded optimizer takes of pinned memory, as on a GPU, and what the plan says."""
+    seen = []
+    for stage in (1, 2, 3):
+        kept: list[tuple[weakref.ref[Any], int]] = []
+
+        def pin(tensor: torch.Tensor, kept: list[Any] = kept) -> torch.Tensor:
+            copy = tensor.clone()
+            kept.append((weakref.ref(copy.untyped_storage()), power_of_two(copy.nbytes)))
+            return copy
+
+        zero = {"offload_optimizer": {"pin_memory": True}, "sub_group_size": 300_000}
+        with mock.patch.object(engine.get_accelerator(), "pin_memory", pin):
+            trainer = build(folder, stage=stage, offload=True, dtype="bfloat16", deepspeed={"zero_optimization": zero})
+            trainer.step(1)
+        taken = sum(size for storage, size in kept if storage() is not None)
+        counts = [getattr(p, "ds_numel", p.numel()) for p in trainer.policy.engine.engine.module.parameters()]
+        sizes = replace(SIZES, parameters=sum(counts), trained=sum(counts), largest=max(counts))
+        plan = Plan(trainer.config, sizes, batch_plan(trainer.config, 1), 512, GPU)
+        masters, _, gradients = plan.states()
+        seen.append((taken, gradients.bytes + (masters.bytes if stage < 3 else 0)))
     return seen
 
 

@@ -23,6 +23,7 @@ SIZES = Sizes(
     training=Footprint(kept=800, head=300, layers=200),
     reading=0,
     tokens=16_384,
+    padded=929_119_232,
 )
 GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)
 CPU = Hardware("cpu", False, 64 << 30, 64 << 30, 1 << 30, 1e11, 1e10)

@@ -107,14 +107,8 @@ def tiny_config(architecture: str, hidden: int = 32, layers: int = 2, **changes:
         # Dropout off, as loading a policy turns it off: scores in training mode are those of sampling.
         sizes |= {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
         return GPT2Config(**(sizes | dict.fromkeys(_GPT2_DROPOUT, 0.0) | changes))
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": hidden, "num_hidden_layers": layers}
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if architecture not in STATEFUL:
         sizes |= {"intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"max_position_embeddings": 512, "attention_dropout": 0.0}

@@ -6,6 +6,8 @@ import forks
 import pytest
 from paths import ROOT, SUPPORT
 
+pytestmark = pytest.mark.ranks
+
 ENVIRONMENT = ["--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"]
 AGENT = [
     "--rollout.agent",
@@ -58,7 +60,6 @@ def runs(tmp_path_factory):
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("one, other", [("alone", "squeezed on two ranks"), ("agent", "agent squeezed on two ranks")])
 def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, one, other):
     (lines, metrics), (others, theirs) = runs[one], runs[other]
@@ -72,7 +73,6 @@ def test_neither_ranks_nor_memory_nor_delays_change_a_run(runs, one, other):
             assert its[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-7), name
 
 
-@pytest.mark.ranks
 def test_conversations_are_counted_and_sampler_and_training_agree(runs):
     lines, metrics = runs["alone"]
     spoken = [sum(message["role"] == "assistant" for message in line["messages"]) for line in lines]
@@ -87,7 +87,6 @@ def test_conversations_are_counted_and_sampler_and_training_agree(runs):
     assert metrics[-1]["policy/grad_norm"] > 0
 
 
-@pytest.mark.ranks
 def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
     lines, metrics = runs["alone"]
     assert metrics[-1]["environment/resets"] == len(lines)
@@ -103,7 +102,6 @@ def test_an_environment_answers_turns_without_a_call_and_rewards_them(runs):
     assert metrics[-1]["reward/Repeats/mean"] > 0
 
 
-@pytest.mark.ranks
 def test_histories_of_an_agent_share_rewards(runs):
     """Those of its two roles: a completion's reward is their mean."""
     lines, metrics = runs["agent"]

@@ -191,6 +191,8 @@ class Sizes:
     """Tokens of the micro-batch that `training` is for."""
     packs: bool = True
     """See `DryRun.packs`."""
+    padded: int = 0
+    """Number of parameters, with that of each tensor rounded up to a power of two, as in pinned memory."""
 
     def of_tokens(self, tokens: int, dtype: int) -> Sizes:
         """Return the sizes with a micro-batch of fewer `tokens`, without another dry run: activations shrink with the
@@ -227,7 +229,13 @@ def measure(
         tokens=micro.input_ids_bS.numel(),
         packs=dry.packs,
         attending=sum(p.numel() for name, p in dry.model.named_parameters() if _ATTENDING & {*name.split(".")}),
+        padded=sum(power_of_two(p.numel()) for p in parameters),
     )
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is not below a size, to which torch rounds allocations in pinned memory."""
+    return 1 << (size - 1).bit_length()
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:

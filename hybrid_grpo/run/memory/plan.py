@@ -26,7 +26,7 @@ from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.model.towers import tower_parameters
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
-from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
+from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure, power_of_two
 from hybrid_grpo.run.memory.phases import Part, Phase, gib
 
 KEPT_BELOW = 0.85
@@ -43,8 +43,9 @@ PROCESS_GROWTH_BYTES = 90 << 20
 """Growth of a process on a CPU after the plan: engine, process group, C kernels, BLAS. Measured, rounded."""
 _CPU_HEAP = 1.5
 """Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
-_MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
-"""DeepSpeed's defaults, in elements: the most gathered weights alive at a time, and the size of a gradient bucket."""
+_MAX_LIVE, _BUCKET, _SUB_GROUP = 10**9, 5 * 10**8, 10**9
+"""DeepSpeed's defaults, in elements: the most gathered weights alive at a time, and the sizes of a gradient bucket and
+of what ZeRO-3 steps at once."""
 
 
 class FeatureMemory:
@@ -142,6 +143,8 @@ class Plan:
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
         self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         self.offloads = config.engine.offload_optimizer
+        self.pins = self.gpu and zero.get("offload_optimizer", {}).get("pin_memory", True)
+        self.sub_group = int(float(zero.get("sub_group_size", _SUB_GROUP)))
         groups = self.batch.prompts_per_rank - (-config.rollout.carried_groups // self.ranks)
         self.rows = groups * config.rollout.num_generations
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
@@ -204,9 +207,8 @@ class Plan:
         kept = [self.gathered(), self.graphs(), self.cache()] if self.keeps else []
         fixed, micro = [*self.fixed(), *kept], self.sizes.training
         gradients, reduction = self.gradients(), self.reduction()
-        activations = Part(
-            "activations", int((1 if self.gpu else _CPU_HEAP) * micro.kept), remedies.smaller_micro_batches(self)
-        )
+        held = int((1 if self.gpu else _CPU_HEAP) * micro.kept)
+        activations = Part("activations", held, remedies.smaller_micro_batches(self))
         freed = [] if self.gpu else [activations]
         # ZeRO-3 keeps its buffers of gradients from step to step.
         gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
@@ -234,7 +236,9 @@ class Plan:
     def host(self) -> Phase:
         """What a rank with a GPU has in host memory."""
         states = self.states() if self.offloads else []
-        weights = Part("weights", self.dtype * self.n // self.ranks if self.hosted else 0, "more ranks")
+        # They are read tensor by tensor, into pinned memory that torch keeps. Those that are trained move into one.
+        hosted = self.dtype * self.sizes.padded // self.ranks + power_of_two(self.dtype * self.owned)
+        weights = Part("weights", hosted if self.hosted else 0, "more ranks")
         parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
         parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
@@ -271,13 +275,21 @@ class Plan:
     def states(self) -> list[Part]:
         """Return Adam's states; with offloading, also the gradients that it reads and the weights it copies back."""
         # Stages 1 and 2 clone their partition in any type, 0 has no masters, and 3 steps float32 weights in place.
-        masters = 4 if self.stage in (1, 2) or (self.stage == 3 and (self.dtype == 2 or self.offloads)) else 0
-        offloaded = {0: 0, 1: 4 + self.dtype, 2: 4 + self.dtype, 3: 8}[self.stage] if self.offloads else 0
-        return [
-            Part("float32 masters", masters * self.owned, remedies.fewer_states(self)),
-            Part("Adam's moments", 8 * self.owned, remedies.fewer_states(self)),
-            Part("offloaded gradients", offloaded * self.owned, remedies.fewer_states(self)),
-        ]
+        clones = self.stage in (1, 2) or self.offloads or (self.stage == 3 and self.dtype == 2)
+        masters, moments, offloaded = 4 * self.owned if clones else 0, 8 * self.owned, 0
+        if self.offloads and self.stage == 3:
+            starts = range(0, self.owned, self.sub_group)
+            offloaded = self.pinned(4 * self.owned, *(4 * min(self.sub_group, self.owned - start) for start in starts))
+        elif self.offloads:
+            masters, in_type = self.pinned(masters), (self.dtype * self.owned, self.dtype * self.sizes.largest)
+            # Float32 gradients of several micro-batches add up in tensors of their own.
+            offloaded = self.pinned(4 * self.owned, *in_type) + (4 * self.owned if self.dtype == 4 else 0)
+        sizes = {"float32 masters": masters, "Adam's moments": moments, "offloaded gradients": offloaded}
+        return [Part(name, size, remedies.fewer_states(self)) for name, size in sizes.items()]
+
+    def pinned(self, *sizes: int) -> int:
+        """Return the bytes that allocations of an offloaded optimizer take, of which DeepSpeed pins these on a GPU."""
+        return sum(map(power_of_two, sizes)) if self.pins else sum(sizes)
 
     def gradients(self) -> Part:
         """Return the gradients that exist from the first backward pass to the optimizer step."""
@@ -285,8 +297,11 @@ class Plan:
         bucket = self.bucket if self.gpu else min(self.t, self.bucket)
         # Stage 0 has no bucket; stage 1 reduces what it has added up in float32.
         staged = bucket * {0: 0, 1: 4}.get(self.stage, self.dtype)
-        remedy = remedies.smaller_buckets(self) if self.offloads else remedies.fewer_states(self)
-        return Part("gradients", staged + (0 if self.offloads else 4 * self.owned), remedy)
+        staged += self.dtype * self.sizes.largest if self.offloads and self.stage < 3 else 0  # on its way to the host
+        # Stages 1 and 2 add up bfloat16 gradients on the device, wherever their optimizer is.
+        leaves = self.offloads and (self.stage == 3 or self.dtype == 4)
+        remedy = remedies.smaller_buckets(self) if leaves else remedies.fewer_states(self)
+        return Part("gradients", staged + (0 if leaves else 4 * self.owned), remedy)
 
     def reduction(self) -> Part:
         """Return the copies made while a bucket is reduced; stage 3 lays the shards of all ranks side by side."""
@@ -300,9 +315,8 @@ class Plan:
     def gathered(self) -> Part:
         """Return the unsharded weights for generation; adapters are merged into a copy. Where weights stay in place,
         a GPU has those of queries, keys and values once more, side by side; see `model.gathered_weights.View`."""
-        if not (self.sharded or self.config.lora.rank):
-            return Part("gathered weights", self.dtype * self.sizes.attending if self.gpu else 0)
-        return Part("gathered weights", self.dtype * self.n)
+        elements = self.n if self.sharded or self.config.lora.rank else self.sizes.attending if self.gpu else 0
+        return Part("gathered weights", self.dtype * elements)
 
     def reference(self) -> Part:
         """Return the reference in host memory, sharded over the ranks, and the float32 average that it may be the
@@ -310,7 +324,8 @@ class Plan:
         grpo, each = self.config.grpo, self.n // self.ranks
         loaded = grpo.has_reference and (not self.config.lora.rank or is_adapter(self.config.policy.model))
         average = 4 * each if grpo.averages_reference and self.dtype == 2 else 0
-        return Part("reference", self.dtype * each + average if loaded else 0, "grpo.beta 0, more ranks")
+        weights = self.dtype * (self.sizes.padded // self.ranks if self.gpu else each)
+        return Part("reference", weights + average if loaded else 0, "grpo.beta 0, more ranks")
 
     def copy(self) -> Part:
         """Return the copy from which a checkpoint is written; if there is no memory for it, training waits instead."""

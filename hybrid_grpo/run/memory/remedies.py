@@ -50,8 +50,10 @@ def fewer_weights(plan: Plan) -> str:
 
 def fewer_states(plan: Plan) -> str:
     """Return what makes the optimizer's part of a rank's memory smaller."""
-    offload = "" if plan.offloads or not (plan.gpu and plan.stage) else "engine.offload_optimizer true, "
-    return f"{offload}{more_shards(plan, 1)}" + ("" if plan.config.lora.rank else ", lora.rank 16")
+    move = "engine.offload_optimizer true, " if plan.gpu and plan.stage else ""
+    if plan.offloads:
+        move = "engine.zero_stage 3, " if plan.stage < 3 else ""  # gradients leave the GPU too
+    return f"{move}{more_shards(plan, 1)}" + ("" if plan.config.lora.rank else ", lora.rank 16")
 
 
 def smaller_micro_batches(plan: Plan, recomputed: bool = False) -> str:

@@ -30,6 +30,7 @@ from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
 from hybrid_grpo.run.memory import plan as plans
 from hybrid_grpo.run.memory.dry_run import DryRun, Footprint, NeedsData, Sizes, largest_micro_batch, measure
+from hybrid_grpo.run.memory.phases import Part
 from hybrid_grpo.run.memory.plan import NCCL_BYTES, Plan
 
 
@@ -153,25 +154,48 @@ def test_offloaded_states_and_the_reference_are_in_host_memory():
     config = replace(recipe(grpo=GrpoConfig(beta=0.1)), engine=EngineConfig(offload_optimizer=True))
     made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU)
     host = {part.name: part.bytes for part in made.host.parts}
-    owned = N // 8
-    assert host["reference"] == 2 * owned
-    assert (host["float32 masters"], host["Adam's moments"], host["offloaded gradients"]) == (
-        4 * owned,
-        8 * owned,
-        8 * owned,
-    )
+    owned, padded = N // 8, SIZES.padded // 8
+    assert host["reference"] == 2 * padded
+    assert (host["float32 masters"], host["Adam's moments"]) == (4 * owned, 8 * owned)
     for phase in made.phases:
         assert not {"float32 masters", "Adam's moments", "reference"} & {part.name for part in phase.parts}
     # A moving average is float32, and the model runs with its rounding.
-    for mix, dtype, each in ((1.0, "bfloat16", 2), (0.01, "bfloat16", 2 + 4), (0.01, "float32", 4)):
+    for mix, dtype, size, average in ((1.0, "bfloat16", 2, 0), (0.01, "bfloat16", 2, 4), (0.01, "float32", 4, 0)):
         moving = replace(
             config, policy=replace(config.policy, dtype=dtype), grpo=GrpoConfig(beta=0.1, ref_every=1, ref_mix=mix)
         )
         averaged = Plan(moving, SIZES, batch_plan(moving, 8), 512, GPU)
-        assert {part.name: part.bytes for part in averaged.host.parts}["reference"] == each * owned
+        assert {part.name: part.bytes for part in averaged.host.parts}["reference"] == size * padded + average * owned
     # Of adapters the reference is the model without them.
     adapted = replace(config, lora=LoraConfig(rank=8))
     assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}
+
+
+def test_pinned_memory_is_a_power_of_two():
+    """3B took 17.2 GB for its masters and as much for gradients, and 12.3 were planned. At stage 2, bfloat16 gradients
+    stay on the GPU until the optimizer's step, which was not planned either."""
+    count, zero = 3_085_938_688, "zero_optimization"
+    sizes = replace(SIZES, parameters=count, trained=count, padded=4 << 30)
+
+    def host(stage: int, **more: object) -> tuple[dict[str, int], Part]:
+        engine = EngineConfig(zero_stage=stage, offload_optimizer=True, deepspeed={zero: more})
+        config = replace(recipe(), engine=engine)
+        made = Plan(config, sizes, batch_plan(config, 1), 512, GPU)
+        return {part.name: part.bytes for part in made.host.parts}, made.gradients()
+
+    of_tensor, bucket = 2 * SIZES.largest, 2 * 500_000_000
+    seen, on_gpu = host(2)
+    assert (seen["float32 masters"], seen["Adam's moments"]) == (1 << 34, 8 * count)
+    # The gradients, the new weights in bfloat16, and the largest gradient on its way.
+    assert seen["offloaded gradients"] == (1 << 34) + (1 << 33) + (1 << 29) and 1 << 28 < of_tensor <= 1 << 29
+    assert on_gpu.bytes == bucket + of_tensor + 4 * count and on_gpu.remedy.startswith("engine.zero_stage 3, ")
+    pageable, _ = host(2, offload_optimizer={"pin_memory": False})
+    assert pageable["float32 masters"] == 4 * count and pageable["offloaded gradients"] == 6 * count + of_tensor
+    # ZeRO-3 has its masters in pageable memory, and steps groups of 10^9 elements; the last one has 85,938,688.
+    seen, on_gpu = host(3, offload_param={"device": "cpu"})
+    assert (seen["float32 masters"], on_gpu.bytes) == (4 * count, bucket)
+    assert seen["offloaded gradients"] == (1 << 34) + 3 * (1 << 32) + (1 << 29)
+    assert seen["weights"] == (8 << 30) + (1 << 33), "every tensor was in pinned memory before"
 
 
 def test_activations_take_half_as_much_again_on_a_cpu_and_stay_when_freed():

@@ -18,13 +18,8 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def available() -> bool:
-    """Whether kernels can be compiled."""
-    return triton is not None
-
-
 def usable(*tensors: Tensor) -> bool:
-    """Whether kernels can be called on these tensors: on a GPU, with contiguous rows."""
+    """Whether kernels can be compiled, and called on these tensors: on a GPU, with contiguous rows."""
     return triton is not None and all(on_gpu(t) and (not t.dim() or t.stride(-1) == 1) for t in tensors)
 
 

@@ -105,16 +105,9 @@ def test_mamba_1(case, seeded):
     state, behind = pool[:n], pool[n:].clone()
 
     expected, (after, *_) = exactly(jamba.mamba_selective_state_update, state, x, step, a, b, c, skip)
-    given = (
-        state[:, None],
-        x[:, None],
-        step[:, None],
-        a[None],
-        b[:, None],
-        c[:, None],
-        skip if skip is None else skip[None],
-    )
-    out = states.state_space_update(*given)[:, 0]
+    per_row = [t[:, None] for t in (state, x, step, b, c)]
+    skips = skip if skip is None else skip[None]
+    out = states.state_space_update(*per_row[:3], a[None], *per_row[3:], skips)[:, 0]
     assert out.dtype == dtype and torch.equal(pool[n:], behind)
     assert_close(out, expected, 2 if dtype != torch.float32 else 100)
     assert_close(state, after, 100)
@@ -123,13 +116,8 @@ def test_mamba_1(case, seeded):
 @pytest.mark.parametrize("case", cases())
 def test_mamba_2(case, seeded):
     rng, generator = seeded(case)
-    dtype, n, groups, d, size = (
-        rng.choice(DTYPES),
-        rng.randint(1, 4),
-        rng.randint(1, 2),
-        rng.choice([5, 64]),
-        rng.choice([3, 17, 128]),
-    )
+    dtype, n, groups = rng.choice(DTYPES), rng.randint(1, 4), rng.randint(1, 2)
+    d, size = rng.choice([5, 64]), rng.choice([3, 17, 128])
     heads = groups * rng.randint(1, 3)
     x, b, c = (part[:, 0] for part in apart(generator, dtype, n, heads * d, groups * size, groups * size))
     x, b, c = x.unflatten(1, (heads, d)), b.unflatten(1, (groups, size)), c.unflatten(1, (groups, size))
