@@ -38,7 +38,7 @@ def token_advantages(
     sum_over_ranks: Total,
     variance_BT: Tensor | None = None,
 ) -> tuple[Tensor, Numbers]:
-    """Compute the advantage of every token, from its completion's reward and, if functions score steps, step rewards.
+    """Compute the advantage of every token, from its completion's reward and, where there are any, of steps or parts.
 
     The reward is reduced by the length penalty, and by the KL if the KL is part of the reward.
 
@@ -59,12 +59,17 @@ def token_advantages(
         return torch.zeros(len(rollout.completions), max(rollout.lengths)), {}
     # On any rank: a rank whose functions scored no step still takes part in the deviation over all ranks.
     parts = [of.episode.parts if of.episode else () for of in rollout.completions]
-    found = torch.tensor([int(scores.steps is not None), int(any(parts))])
-    scores_steps, has_parts = map(bool, sum_over_ranks(found).tolist())
-    if scores_steps and grpo.combine_rewards == "normalize":
+    has_more = any(len(of) > len(its) > 0 for of, its in zip(scores.steps or (), parts, strict=False))
+    found = torch.tensor([int(scores.steps is not None), int(any(parts)), int(has_more)])
+    scores_steps, has_parts, has_more = map(bool, sum_over_ranks(found).tolist())
+    if (scores_steps or has_parts) and grpo.combine_rewards == "normalize":
         raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
     if scores_steps and grpo.baseline == "best_other":
         raise RunStopped("grpo.baseline best_other is not defined for rewards of steps: set it to mean")
+    if has_more:
+        raise RunStopped(
+            "rewards: a function scores steps of episodes that have several rewards: let it return numbers"
+        )
     if has_parts and grpo.baseline == "optimal":
         raise RunStopped("grpo.baseline optimal is not defined for several rewards of an episode: set it to mean")
     reward_B, numbers = penalized_rewards(rollout, scores, grpo, max_completion_tokens, weights)

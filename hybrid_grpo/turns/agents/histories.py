@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import mean
 from typing import Any
 
@@ -150,13 +150,13 @@ def _parts(histories: list[History], rewards: dict[str, float]) -> tuple[Part, .
     completions = [history.completion for history in histories if history.completion is not None]
     read = [(of.read_ids, np.array(of.sampled_places, dtype=np.int64)) for of in completions]
     roles, masks = dict[str, str](), dict[str, np.ndarray]()
+    firsts = [0, *accumulate(len(places) for _, places in read)]
     for number, history in enumerate(histories):
         ids, places = read[number]
-        begin = 0
+        begin, first = 0, firsts[number]
         for id, role, end in history.said:
             if role in rewards:
-                mask = masks.setdefault(roles.setdefault(role, role), np.zeros(sum(len(p) for _, p in read), bool))
-                first = sum(len(p) for _, p in read[:number])
+                mask = masks.setdefault(roles.setdefault(role, role), np.zeros(firsts[-1], bool))
                 mask[first + begin : first + end] = True
             if id in rewards:
                 roles[id] = role
