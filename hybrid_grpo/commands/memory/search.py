@@ -21,7 +21,7 @@ _ALIKE = (
     *(f"{_ZERO}offload_param.device", "engine.offload_optimizer", "engine.zero_stage"),
     *("policy.gradient_checkpointing", "policy.micro_batch_tokens", f"{_ZERO}stage3_max_live_parameters"),
     *("rollout.keep_cache", "rollout.max_slots", "rollout.cache_gb", "rollout.prefill_tokens"),
-    f"{_ZERO}reduce_bucket_size",
+    *(f"{_ZERO}zero_hpz_partition_size", f"{_ZERO}reduce_bucket_size"),
 )
 """Settings that change the memory and the time of a run and nothing else, those that cost most time first."""
 

@@ -44,8 +44,7 @@ PROCESS_GROWTH_BYTES = 90 << 20
 _CPU_HEAP = 1.5
 """Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
 _MAX_LIVE, _BUCKET, _SUB_GROUP = 10**9, 5 * 10**8, 10**9
-"""DeepSpeed's defaults, in elements: the most gathered weights alive at a time, and the sizes of a gradient bucket and
-of what ZeRO-3 steps at once."""
+"""DeepSpeed's defaults, in elements: gathered weights alive at a time, a gradient bucket, a group of ZeRO-3's step."""
 
 
 class FeatureMemory:
@@ -85,11 +84,10 @@ def estimate(
     lacks the attention or adapters in the settings."""
     classes = [feature.load() for feature in config.active_features]
     features = [of.memory(config) for of in classes if of is not None and of.memory is not None]
-    heads = [feature.head for feature in features]
     model_config = model_config or load_config(config.policy.model)
 
     def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
-        return measure(config, model_config, batch, prompt, heads, on_gpu=hardware.on_gpu)
+        return measure(config, model_config, batch, prompt, [f.head for f in features], on_gpu=hardware.on_gpu)
 
     try:
         sizes = measured(config, batch)
@@ -136,6 +134,8 @@ class Plan:
         zero = config.engine.deepspeed.get("zero_optimization", {})
         self.hosted = self.gpu and zero.get("offload_param", {}).get("device", "none") != "none"
         """Whether the weights are in host memory."""
+        self.second = 1 / hpz if (hpz := zero.get("zero_hpz_partition_size", 1)) > 1 else 0.0
+        """Share of the weights in the second shard of ZeRO++, from a forward pass to the next optimizer step."""
         self.sharded = self.stage == 3 and (self.ranks > 1 or self.hosted)
         """Whether generation and training gather weights."""
         self.usable = int((1 - MARGIN) * self.hardware.device_bytes) if self.gpu else self.hardware.device_bytes
@@ -237,7 +237,8 @@ class Plan:
         """What a rank with a GPU has in host memory."""
         states = self.states() if self.offloads else []
         # They are read tensor by tensor, into pinned memory that torch keeps. Those that are trained move into one.
-        hosted = self.dtype * self.sizes.padded // self.ranks + power_of_two(self.dtype * self.owned)
+        pinned = int(self.sizes.padded * (1 / self.ranks + self.second))
+        hosted = self.dtype * pinned + power_of_two(self.dtype * self.owned)
         weights = Part("weights", hosted if self.hosted else 0, "more ranks")
         parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
         parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures]
@@ -245,9 +246,10 @@ class Plan:
 
     def fixed(self) -> list[Part]:
         """Return the parts that are on the device all the time."""
-        shards = self.ranks if self.stage == 3 else 1
+        weights = 0 if self.hosted else self.dtype * self.n
         parts = [
-            Part("weights", 0 if self.hosted else self.dtype * self.n // shards, remedies.fewer_weights(self)),
+            Part("weights", weights // (self.ranks if self.stage == 3 else 1), remedies.fewer_weights(self)),
+            Part("second shard", int(weights * self.second), remedies.ONE_SHARD),
             self.reward_models(on_host=False),
             *self.feature_parts(on_host=False),
             Part("tower", self.dtype * self.tower),
@@ -331,8 +333,7 @@ class Plan:
         """Return the copy from which a checkpoint is written; if there is no memory for it, training waits instead."""
         grpo = self.config.grpo
         of_reference = (4 if grpo.averages_reference else self.dtype) * self.n // self.ranks if grpo.ref_every else 0
-        size = 12 * self.owned + of_reference
-        return Part("copy to save", size if self.config.checkpoint.copies else 0, fewest=0)
+        return Part("copy to save", 12 * self.owned + of_reference if self.config.checkpoint.copies else 0, fewest=0)
 
     def feature_parts(self, on_host: bool) -> list[Part]:
         return [feature.part(self, on_host) for feature in self.features]
@@ -382,8 +383,7 @@ class Plan:
     def decoding(self, free: int) -> Part:
         """Return the larger of a prefill and a decode step, which runs once before it is captured. These and the cache
         share `free` bytes."""
-        wish = self.config.rollout.prefill_tokens
-        tokens = prefill_that_fits(wish, self.gpu, self.sizes.reading, free)
+        tokens = prefill_that_fits(self.config.rollout.prefill_tokens, self.gpu, self.sizes.reading, free)
         prefill = min(tokens, self.batch.prompts_per_rank * self.prompt) * self.sizes.reading
         choosing = self.choosing()
         remedy = remedies.shorter_prefills(tokens) if prefill > choosing else remedies.fewer_slots(self)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.run.memory.plan import Plan
 
 _ZERO = "engine.deepspeed.zero_optimization"
+ONE_SHARD = f"{_ZERO}.zero_hpz_partition_size 1"
 _SHORTEST = 64
 """Completions, in tokens, that are not proposed to become shorter."""
 _FEWEST_SLOTS, _SHORTEST_PREFILL, _SMALLEST_BUCKET = 8, 512, 10**7

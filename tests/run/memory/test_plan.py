@@ -15,6 +15,7 @@ from transformers import Qwen2Config
 
 from hybrid_grpo.commands import plan as command
 from hybrid_grpo.commands.configs import PlanOptionsConfig
+from hybrid_grpo.commands.memory.search import changed, changes
 from hybrid_grpo.commands.memory.shortage import shortage
 from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import BatchPlan, EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
@@ -29,6 +30,7 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
 from hybrid_grpo.run.memory import plan as plans
+from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import DryRun, Footprint, NeedsData, Sizes, largest_micro_batch, measure
 from hybrid_grpo.run.memory.phases import Part
 from hybrid_grpo.run.memory.plan import NCCL_BYTES, Plan
@@ -75,6 +77,22 @@ def test_the_gather_is_free_on_one_rank_and_below_stage_3():
     assert parts(recipe(3), 8)["generation"]["gathered weights"] == 2 * N
     adapted = recipe(2, lora=LoraConfig(rank=8))
     assert parts(adapted, 8)["generation"]["gathered weights"] == 2 * N
+
+
+def test_the_second_shard_of_hpz_is_counted_and_can_be_given_up():
+    """It was not in the plan: 4 GB a GPU at 16B."""
+    zero = {"zero_hpz_partition_size": 4}
+    config = replace(recipe(), engine=EngineConfig(zero_stage=3, deepspeed={"zero_optimization": zero}))
+    one, two = parts(recipe(), 8), parts(config, 8)
+    assert {phase["second shard"] for phase in two.values()} == {2 * N // 4} and "second shard" not in one["loss"]
+    hosted = {**zero, "offload_param": {"device": "cpu"}}
+    away = replace(config, engine=EngineConfig(zero_stage=3, deepspeed={"zero_optimization": hosted}))
+    on_host = {part.name: part.bytes for part in Plan(away, SIZES, batch_plan(away, 8), 512, GPU).host.parts}
+    assert "second shard" not in parts(away, 8)["loss"]
+    assert on_host["weights"] == 2 * SIZES.padded * 3 // 8 + (1 << 27)
+    made, change = Plan(config, SIZES, batch_plan(config, 8), 512, GPU), remedies.ONE_SHARD
+    without = changed(made, change)
+    assert change in changes(made.peak) and without is not None and without.peak.bytes == sum(one["reduction"].values())
 
 
 def test_the_cache_is_what_slots_or_settings_or_memory_allow():
