@@ -1,59 +1,59 @@
-r"""An agent that forgets: it keeps a total of many numbers. Whenever its history reaches a limit it writes notes, and
-goes on with these alone. Notes and totals share one reward, so it learns to write down what it will need.
+"""An agent that forgets: it reads letters one by one, and answers each with the last in the alphabet so far. Whenever
+its history reaches a limit it writes a note, and goes on with that alone. Notes and answers share one reward, so it
+learns to write down what it will need.
 
-python -m hybrid_grpo train --config training_scripts/quickstart.yaml --config examples/compacting_agent.yaml \
-    --policy.model ~/.cache/hybrid_grpo/SmolLM2-135M-Instruct.Q4_1.gguf
-
-The file of the model is the one that training_scripts/quickstart.sh has fetched.
+python training_scripts/lookup_task.py runs/lookup-task
+python -m hybrid_grpo train --config examples/tiny.yaml --data.task examples/compacting_agent.py:letters \
+    --policy.model runs/lookup-task/model --rollout.agent examples/compacting_agent.py:remembers --run.name compacting \
+    --rollout.max_turns 8 --rollout.max_completion_tokens 24 --rollout.max_total_tokens 64 \
+    --policy.lr 1e-3 --run.steps 300 --eval.every 50
 """
 
 import random
-import re
 from collections.abc import Iterator
 
 from hybrid_grpo.data.tasks import Row, TaskRecipe
 
-RULES = "You keep a running total. After each number, answer with the new total and nothing else."
-LIMIT = 70
+LETTERS = "abcdefgh"
+LIMIT = 16
 """Tokens of a history after which it is compacted."""
 
 
-def numbers(held_out: bool) -> Iterator[Row]:
-    """Four numbers; those of held-out rows add up to an even total, and others to an odd one."""
+def words(held_out: bool) -> Iterator[Row]:
+    """Six letters; the second one of a held-out word is d or h, of another one it is not."""
     draw = random.Random(0)
     while True:
-        found = [draw.randint(1, 9) for _ in range(4)]
-        if (sum(found) % 2 == 0) == held_out:
-            yield {"numbers": found}
+        word = "".join(draw.choices(LETTERS, k=6))
+        if (word[1] in "dh") == held_out:
+            yield {"word": word}
 
 
 def row(row: Row) -> Row:
-    return {"prompt": [{"role": "system", "content": RULES}], "numbers": row["numbers"]}
+    return {"prompt": [{"role": "user", "content": row["word"][0]}], **row}
 
 
-async def adds(task, client):
-    """The share of totals that are right."""
+async def remembers(task, client):
+    """The share of answers that are right."""
 
-    async def ask(chat):
-        reply = await client.chat.completions.create(model="policy", messages=chat, max_tokens=12)
-        return reply.choices[0].message.content, reply.usage.total_tokens
+    async def ask(text):
+        chat.append({"role": "user", "content": text})
+        reply = await client.chat.completions.create(model="policy", messages=chat, max_tokens=3)
+        chat.append({"role": "assistant", "content": reply.choices[0].message.content})
+        return chat[-1]["content"], reply.usage.total_tokens
 
-    chat, right, total = list(task["prompt"]), 0, 0
-    for number in task["numbers"]:
-        total += number
-        chat.append({"role": "user", "content": f"Add {number}."})
-        said, tokens = await ask(chat)
-        chat.append({"role": "assistant", "content": said})
-        right += re.findall(r"\d+", said)[-1:] == [str(total)]
-        if tokens > LIMIT:
-            chat.append({"role": "user", "content": "Note in one line what you need to go on."})
-            notes, _ = await ask(chat)
-            chat = [*task["prompt"], {"role": "user", "content": f"Your notes: {notes}"}]
-    return right / len(task["numbers"])
+    word, chat, note, right = task["word"], [], "", 0
+    for place, letter in enumerate(word):
+        said, tokens = await ask(note + letter)
+        right += said == max(word[: place + 1])
+        note = ""
+        if tokens > LIMIT and place < len(word) - 1:
+            note, _ = await ask("?")
+            chat = []
+    return right / len(word)
 
 
-totals = TaskRecipe(
+letters = TaskRecipe(
     row=row,
-    made=numbers,
-    settings={"data": {"limit": 2048, "eval_split": "test", "eval_limit": 64}, "rewards": []},
+    made=words,
+    settings={"data": {"limit": 2048, "eval_split": "test", "eval_limit": 128}, "rewards": []},
 )
