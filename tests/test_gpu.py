@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decoders import tokens
 from launching import make_task, ranks
 from reward_models import make_reward_model
 from tiny_models import VOCABULARY, build, tiny_config
@@ -76,10 +77,6 @@ def requests():
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 30, 7, 19, 4)]
     return [Request(prompt, [stream_key(7, 0, row, k) for k in range(4)]) for row, prompt in enumerate(prompts)]
-
-
-def tokens(groups):
-    return [[completion.token_ids for completion in group] for group in groups]
 
 
 def logp(groups):

@@ -90,11 +90,8 @@ def _section(cls: Any, name: str, section: Any) -> Any:
 def _adapters(peft: Any) -> Settings:
     """Return the section `lora` for a configuration of peft."""
     modules = peft.target_modules
-    different = [
-        name
-        for name in ("lora_dropout", "use_dora", "use_rslora", "modules_to_save", "layers_to_transform", "rank_pattern")
-        if getattr(peft, name, None)
-    ]
+    lacking = ("lora_dropout", "use_dora", "use_rslora", "modules_to_save", "layers_to_transform", "rank_pattern")
+    different = [name for name in lacking if getattr(peft, name, None)]
     refuse(bool(different), f"lora: adapters here have no {' or '.join(different)}: leave it out of the LoraConfig")
     names = modules if isinstance(modules, str) or modules is None else sorted(modules)
     return {"rank": peft.r, "alpha": int(peft.lora_alpha), **({"target_modules": names} if names else {})}
@@ -111,8 +108,7 @@ def _data(data: Any, held_out: str) -> Settings:
     rows = _rows(data, "data")
     refuse(
         isinstance(rows, bytes) or not (isinstance(rows, str | Sequence) or hasattr(rows, "column_names")),
-        f"data is {_kind(data)}: give a file, a folder, a hub name, a list of dictionaries, a DataFrame or a"
-        " datasets.Dataset",
+        f"data is {_kind(data)}: give a file, folder, hub name, list of dictionaries, DataFrame or datasets.Dataset",
     )
     return {f"{held_out}path": rows}
 
@@ -122,8 +118,7 @@ def _is_splits(data: Any) -> bool:
 
 
 def _as_settings(value: Any, place: str) -> Any:
-    """Return the value of the setting `place`, or of a section, in which sources are rows that can be read, and a
-    single reward is a list of one."""
+    """Return the setting or section `place` with sources as rows that can be read, and a single reward as a list."""
     name = place.rpartition(".")[2]
     if name in ("path", "eval_path"):
         return _rows(value, place)
@@ -137,8 +132,7 @@ def _as_settings(value: Any, place: str) -> Any:
 
 
 def _rows(data: Any, place: str) -> Any:
-    """Return the rows of a table or of a dictionary of columns as a `datasets.Dataset`, and other sources as they are.
-    `place` is the setting that has them."""
+    """Return a table or dictionary of columns, of the setting `place`, as a `datasets.Dataset`; others as they are."""
     kind = type(data)
     if isinstance(data, os.PathLike):
         return os.fspath(data)
@@ -173,8 +167,7 @@ def _rewards(rewards: Any) -> list[Any]:
 
 def _model(model: Any, run: Any, command: str) -> Settings:
     """Return the setting of a model, which for an object is where `save_model` will put it: next to the folder of the
-    run, whose checkpoints refer to it and whose name is therefore set too, or, if `run` is None, a folder that is
-    removed at the end."""
+    run, whose name is therefore set too, or, if `run` is None, a folder that is removed at the end."""
     if isinstance(model, str | os.PathLike):
         return {"policy": {"model": os.fspath(model)}}
     refuse(

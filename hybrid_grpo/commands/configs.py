@@ -116,8 +116,7 @@ class GenerateConfig(RecipeReader):
         )
         refuse(
             self.reads_stdin and self.data.task is not None,
-            f"data.path - reads prompts from standard input, but data.task {self.data.task} makes them from rows: take"
-            " out one of them",
+            f"data.path - reads prompts from standard input, but data.task {self.data.task} makes them: remove one",
         )
         return self
 

@@ -76,11 +76,8 @@ class FinishedRun:
         both = {name: [each.get(name) for each in settings] for name in names}
         rows = {name: values for name, values in both.items() if any(value != values[0] for value in values)}
         last = [_last(read_jsonl(run.folder / "metrics.jsonl")) for run in runs]
-        rows |= {
-            name: [each.get(name) for each in last]
-            for name in dict.fromkeys(key for each in last for key in each)
-            if name in _SHOWN or name.endswith("/accuracy")
-        }
+        metrics = dict.fromkeys(name for each in last for name in each if name in _SHOWN or name.endswith("/accuracy"))
+        rows |= {name: [each.get(name) for each in last] for name in metrics}
         columns = [run.folder.name if run.folder.parent == self.folder.parent else str(run.folder) for run in runs]
         return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 

@@ -32,8 +32,7 @@ class Code(str):
 
 
 def read_foreign(path: Path) -> tuple[str, str, dict[str, Any]]:
-    """Return the framework whose recipe a file is, our command for it, and its settings by their names there. Raises
-    UserError if the file cannot be read."""
+    """Return the framework whose recipe a file is, our command for it, and its settings there. Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
@@ -49,8 +48,7 @@ def read_foreign(path: Path) -> tuple[str, str, dict[str, Any]]:
     command = "train" if not stage else "sft" if "sft" in stage[0].lower() else ""
     refuse(
         command == "",
-        f"{path} trains a reward model, which hybrid_grpo does not: train it there, and name it in rewards"
-        " (docs/rewards/models.md)",
+        f"{path} trains a reward model: train it there, and name it in rewards (docs/rewards/models.md)",
     )
     renamed = conversions()["renamed"].get(framework, {})
     return framework, command, {renamed.get(n := name.replace("-", "_"), n): value for name, value in names.items()}

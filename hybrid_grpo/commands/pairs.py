@@ -45,8 +45,7 @@ def read_pairs(
     """
     refuse(
         tokenizer.eos_token_id is None,
-        "policy.model: its tokenizer has no end-of-sequence token, so a completion would never end: set eos_token in"
-        " its tokenizer_config.json",
+        "policy.model: its tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json",
     )
     refuse(
         config.completion_column == config.prompt_column,

@@ -60,8 +60,7 @@ def _of_recipe(config: PlanConfig, ranks: int) -> Plan:
 
 
 def _of_shapes(config: PlanConfig, ranks: int) -> Plan:
-    """Return the plan of a run with prompts of data.max_prompt_tokens, for which only the model's configuration is
-    read. Raises UserError."""
+    """Return the plan for prompts of data.max_prompt_tokens, from the model's configuration. Raises UserError."""
     batch = check_shapes(config, ranks)
 
     from hybrid_grpo import engine

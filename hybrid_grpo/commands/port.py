@@ -37,8 +37,7 @@ def run(arguments: list[str]) -> None:
 
 
 def port(path: Path, gpus: int = 0) -> str:
-    """Return the recipe for the file of another framework. `gpus`: the number of GPUs of its launch, if it is not in
-    the file. Raises UserError if the file cannot be read."""
+    """Return the recipe for the file of another framework, and for `gpus` GPUs if it names none. Raises UserError."""
     framework, command, names = read_foreign(path)
     cls = _CLASSES[command]
     seen = len(str(names.pop("CUDA_VISIBLE_DEVICES", "")).strip(",").split(","))

@@ -53,8 +53,7 @@ def _check_place(config: ServeRewardConfig) -> None:
     serve = config.serve
     refuse(
         serve.token_env is None and not is_loopback(serve.host),
-        f"serve.host {serve.host} can be reached from other machines: name the environment variable with a token in"
-        " serve.token_env",
+        f"serve.host {serve.host} can be reached from outside: name the variable with a token in serve.token_env",
     )
     if serve.token_env is not None:
         try:

@@ -24,8 +24,7 @@ def base_of(name: str, setting: str = "policy.model") -> str:
 
 
 def read_adapter(folder: str, setting: str = "policy.model") -> dict[str, Any]:
-    """Read the configuration of an adapter. If it is not LoRA for a causal language model, raises UserError with a
-    message that begins with `setting`."""
+    """Read the configuration of an adapter. Raises UserError, which begins with `setting`, if it is not causal LoRA."""
     start = f"{setting} {folder} is an adapter"
     try:
         config = dict(json.loads((Path(folder) / _FILE).read_bytes()))

@@ -46,16 +46,14 @@ def _alarm(**settings: Any) -> Any:
 @dataclass(frozen=True, config=SECTION)
 class AlarmsConfig:
     """The alarms of a run, one for each symptom of trouble. Settings given for an alarm override its defaults, as in
-    `kl: {above: 5, action: stop}`; null turns the alarm off. All ranks see the same metrics and take the same
-    action."""
+    `kl: {above: 5, action: stop}`; null turns the alarm off. All ranks take the same action."""
 
     about = About(unused_by="plan", may_change=True)
     entropy_collapse: AlarmConfig | None = _alarm(below=0.02, patience=10)
     """policy/entropy in nats, in steps in which fewer than half of the groups have only right completions: the policy
     has stopped exploring before it solved the task."""
     length_runaway: AlarmConfig | None = _alarm(above=3.0, patience=5)
-    """completion/length_mean, divided by its median over the 40 steps that ended 20 steps ago (early in a run: over the
-    first 5 steps)."""
+    """completion/length_mean, divided by its median over the 40 steps that ended 20 steps ago (early: the first 5)."""
     truncated: AlarmConfig | None = _alarm(above=0.3, patience=5)
     """completion/clipped_frac, minus its mean over the first 10 steps of the run."""
     dead_groups: AlarmConfig | None = _alarm(above=0.8, patience=10)
@@ -108,8 +106,7 @@ class AlarmsConfig:
             )
             refuse(
                 alarm.action == "skip" and name not in SKIPPABLE,
-                f"{setting}: action skip is for {', '.join(SKIPPABLE)}, whose numbers are known before the update: set"
-                " it to say, stop or roll_back",
+                f"{setting}: action skip is for {', '.join(SKIPPABLE)}: set it to say, stop or roll_back",
             )
         return self
 

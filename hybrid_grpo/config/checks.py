@@ -131,8 +131,7 @@ def check_sft(config: SftConfig, world_size: int) -> None:
 
 
 def _check_training(config: ModelRunConfig, world_size: int) -> None:
-    """Raise UserError if what all training stages need is missing: model, packages, run folder, data or checkpoint; or
-    what their features need."""
+    """Raise UserError if what all training stages, or their features, need is missing, such as model or packages."""
     _check_features(config, world_size)
     check_policy(config.policy)
     rank = config.lora.rank
@@ -184,8 +183,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_output(setting: str, output: str, what: str, source: Any) -> None:
-    """Refuse an output file that cannot be written, or that would replace `source`, from which `what` is read. The
-    output `-` is standard output."""
+    """Refuse an output file (not `-`) that cannot be written, or would replace `source`, from which `what` is read."""
     if output == "-":
         return
     path = Path(output)

@@ -17,8 +17,7 @@ from hybrid_grpo.config.types import bounds, example, fields_of, plain_types, ty
 
 
 def complaint(error: ValidationError, cls: Any) -> str:
-    """Return a line that describes the first of pydantic's errors, or all settings that do not exist. `cls` is the
-    class of the configuration."""
+    """Return a line on the first of pydantic's errors about `cls`, or on all settings that do not exist."""
     errors = error.errors(include_url=False)
     unknown = [name for each in errors for name in _unknown_names(_located(each["loc"], cls), each["input"], cls)]
     if len(unknown) > 1:

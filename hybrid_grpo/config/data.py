@@ -78,15 +78,13 @@ class DataConfig:
     max_images: Count = 8
     """Maximum number of pictures in a prompt."""
     max_pixels: Count | None = None
-    """Larger pictures are reduced to this many pixels before the model's processor sees them. Default: only the
-    processor reduces them."""
+    """Larger pictures are reduced to this many pixels before the processor sees them. Default: only it reduces them."""
     system_prompt: Annotated[str | None, About(unused_by="")] = None
     """System message put before every prompt; it turns text prompts into chats."""
     chat_template: Annotated[Literal["auto", "always", "never"], About(unused_by="score")] = "auto"
     """`auto` applies the tokenizer's template to message lists, `always` also to text (as a user message)."""
     chat_template_kwargs: Annotated[dict[str, Any], About(unused_by="score")] = field(default_factory=dict)
-    """Further variables for the tokenizer's template, as in `{enable_thinking: false}`. A variable that the template
-    does not read is refused."""
+    """Further variables for the template, as in `{enable_thinking: false}`. Those that it does not read are refused."""
     max_prompt_tokens: Annotated[Count, About(in_plan=2)] = 512
     """Maximum number of tokens of a prompt."""
     over_long: Annotated[Literal["drop", "refuse"], About(unused_by="chat score")] = "drop"
@@ -102,8 +100,7 @@ class DataConfig:
     def _check(self) -> DataConfig:
         refuse(
             self.task is not None and self.prompt_column != "prompt",
-            f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts from other columns: take"
-            " out one of them",
+            f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts: remove one of them",
         )
         self._check_mixture()
         refuse(
@@ -130,6 +127,5 @@ class DataConfig:
             refuse(given, f"data.{name} and data.mixture are both set: move {name} into a source of the mixture")
         refuse(
             self.eval_split is not None and self.eval_path is None,
-            f"data.eval_split {self.eval_split} is a split of data.path, and data.mixture has several sources: set"
-            " data.eval_path",
+            f"data.eval_split {self.eval_split} is a split of data.path, not of data.mixture: set data.eval_path",
         )

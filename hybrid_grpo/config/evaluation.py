@@ -33,8 +33,7 @@ class EvalSetConfig:
     rewards: RewardList | None = None
     """Reward functions that replace the run's or the task's."""
     outcome: Text | None = None
-    """Name of the reward that tells right from wrong. Default: the first of the set's own rewards, or the task's, or
-    `eval.outcome`."""
+    """Name of the reward that tells right from wrong. Default: the set's or the task's first, or `eval.outcome`."""
     threshold: Number | None = None
     """A completion is right when its outcome reward is at least this. Default: the task's, or `eval.threshold`."""
     every: Whole | None = None

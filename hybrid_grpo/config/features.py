@@ -48,8 +48,7 @@ class FeatureConfig:
     section = ""
     """Name of the section in a recipe, and of the feature's folder."""
     feature = ""
-    """The `run.feature.Feature` that implements the feature, as `module:Class` in its folder; empty if the feature
-    takes no part in steps."""
+    """The `run.feature.Feature`, as `module:Class` in its folder; empty if the feature takes no part in steps."""
     page = ""
     """Path of the feature's page in the documentation."""
 

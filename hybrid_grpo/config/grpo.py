@@ -165,8 +165,7 @@ class GrpoConfig:
     overlong_penalty: Positive = 1.0
     """Penalty for a completion of max_completion_tokens tokens, if overlong_buffer is set."""
     dynamic_sampling: Switch = False
-    """Replace prompts whose completions all have the same reward, before any length penalty, with other prompts (DAPO,
-    equation 11)."""
+    """Replace prompts whose completions have one reward, before any length penalty, with others (DAPO, equation 11)."""
     max_resamples: Count = 5
     """Maximum number of dynamic_sampling rounds in one step; after that, the step continues with the prompts it has."""
     ref_every: Whole = 0
@@ -231,8 +230,7 @@ class GrpoConfig:
         )
         refuse(
             self.tokens == "kl_cov" and self.drift_coef == 0,
-            "grpo.tokens kl_cov chooses the tokens of a penalty that grpo.drift_coef 0 takes out: set grpo.drift_coef,"
-            " to 1 for example",
+            "grpo.tokens kl_cov chooses the tokens of a penalty without weight: set grpo.drift_coef, to 1 for example",
         )
         refuse(
             self.cov_low >= self.cov_high,
@@ -260,13 +258,11 @@ class GrpoConfig:
     def _check_kl(self) -> GrpoConfig:
         refuse(
             self.kl_target is not None and not self.has_reference,
-            f"grpo.kl_target {self.kl_target} multiplies grpo.beta, and 0 stays 0: set grpo.beta to what it starts"
-            " from, such as 0.01",
+            f"grpo.kl_target {self.kl_target} multiplies grpo.beta, and 0 stays 0: set grpo.beta, to 0.01 for example",
         )
         refuse(
             self.kl_unbiased and self.kl_in == "reward",
-            "grpo.kl_unbiased corrects a KL in the loss, and grpo.kl_in reward has no gradient to correct: set one of"
-            " them back to its default",
+            "grpo.kl_unbiased corrects a KL in the loss, and grpo.kl_in reward has none: set only one of them",
         )
         refuse(
             self.kl_unbiased and self.kl_estimator == "k2",

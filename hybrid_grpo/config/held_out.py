@@ -96,8 +96,7 @@ def check_best(config: EvaluationConfig, sets: list[HeldOut]) -> None:
     )
     refuse(
         patience is not None and not every[best],
-        f"eval.patience {patience} counts evaluations, and {best} is measured at the start and the end only: set"
-        " eval.every",
+        f"eval.patience {patience} counts evaluations, and {best} has two, at start and end: set eval.every",
     )
 
 

@@ -61,12 +61,10 @@ class PolicyConfig:
     """Maximum number of tokens in a forward and backward pass on a rank, padding included. A longer row gets its own
     pass. Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
     pickled_weights: Annotated[Switch, _LOADING] = False
-    """Also read weights that are pickled (pytorch_model.bin), without running code from them. If a model has both, its
-    safetensors are read."""
+    """Also read pickled weights (pytorch_model.bin) of a model without safetensors, without running their code."""
 
     picture_cache_gb: Positive = 2.0
-    """GiB of host memory of a rank for what the tower made of pictures, which is kept from sampling to training and
-    from step to step."""
+    """GiB of host memory of a rank for what the tower made of pictures, which is kept for training and later steps."""
     verify: Annotated[Literal["auto", "on", "off"], MAY_CHANGE] = "auto"
     """Before the first step, compare the log-probabilities of 16 tokens with those of transformers' own model, which
     rank 0 loads on the CPU, and refuse a model that differs. `auto` does so up to 1.5 billion parameters."""
@@ -182,8 +180,7 @@ class EngineConfig:
         for size in self._given(name):
             refuse(
                 size not in range(1, world_size + 1) or world_size % size != 0,
-                f"engine.deepspeed.{name} {size} does not divide the number of ranks, {world_size}: give the number of"
-                " GPUs in a machine",
+                f"engine.deepspeed.{name} {size} does not divide {world_size} ranks: give the GPUs of a machine",
             )
 
     def _given(self, name: str) -> list[Any]:

@@ -125,9 +125,8 @@ def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
 
 
 def leading_argument(arguments: list[str], usage: str, *, optional: bool = False) -> tuple[str, list[str]]:
-    """Return the first argument, which is empty if help is requested instead, and the options after it. Raises
-    UserError if another one follows it, if it is a path at which there is nothing, or if it is missing and not
-    `optional`."""
+    """Return the first argument, empty if help is requested instead, and the options after it. Raises UserError if
+    another one follows, if it is a path of nothing, or if it is missing and not `optional`."""
     first, *options = arguments or [""]
     absent = not first or (first.startswith("-") and first != "-")
     if first in ("-h", "--help") or (absent and optional):
@@ -139,8 +138,7 @@ def leading_argument(arguments: list[str], usage: str, *, optional: bool = False
 
 
 def _setting_type(cls: Any, name: str) -> Any:
-    """Return the type of a setting, of a whole section, or of an entry of a setting that is a mapping; None if there is
-    no such setting."""
+    """Return the type of a setting, of a section, or of an entry of a mapping; None if there is no such setting."""
     section, *path = name.split(".")
     hint = fields_of(cls).get(section)
     if path and dataclasses.is_dataclass(hint):

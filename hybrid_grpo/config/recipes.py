@@ -123,8 +123,7 @@ def _refuse_twice(keys: Iterable[yaml.ScalarNode]) -> None:
 
 
 def read_value(text: str, hint: Any = Any) -> Any:
-    """Parse text as YAML, for a setting of the type `hint`; return the text itself if it is not YAML. Raises GivenTwice
-    if a mapping has a key twice."""
+    """Parse text as YAML, for a setting of the type `hint`; return other text as it is. Raises GivenTwice."""
     try:
         return text if text == "" else settled(load_yaml(text, _WordLoader), hint)
     except GivenTwice:
@@ -143,8 +142,7 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
 
 
 def read_recipe(path: Path, hint: Any = Any) -> Settings:
-    """Read the settings in a YAML file, for a configuration of the type `hint`. Raises UserError, naming the file and
-    the line, if it cannot be read."""
+    """Read the settings in a YAML file, for the type `hint`. Raises UserError, which names the file and the line."""
     refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
     refuse(not path.is_file(), f"--config {path}: there is no such file")
     try:

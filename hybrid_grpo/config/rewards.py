@@ -64,8 +64,7 @@ def reward_name(reward: RewardConfig) -> str:
 
 
 def _read_list(rewards: Any) -> Any:
-    """Convert text such as `exact_match,mine.py:f`, or null (an empty section), to a list. Raises UserError for bad
-    YAML."""
+    """Convert text such as `exact_match,mine.py:f`, or null (no section), to a list. Raises UserError for bad YAML."""
     # Text that begins like this was meant as YAML but could not be read.
     refuse(
         isinstance(rewards, str) and rewards.lstrip().startswith(("[", "{")),

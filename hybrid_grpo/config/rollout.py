@@ -251,8 +251,7 @@ class RolloutConfig:
         )
         refuse(
             self.environment_processes is not None and not self.environment,
-            f"rollout.environment_processes {self.environment_processes} has no effect without rollout.environment:"
-            " remove it",
+            "rollout.environment_processes has no effect without rollout.environment: remove it",
         )
         return self
 
@@ -277,8 +276,7 @@ class RolloutConfig:
         for name in ("stop_ids", "stop_strings"):
             refuse(
                 self.ignore_eos and bool(getattr(self, name)),
-                f"rollout.{name} ends completions, and rollout.ignore_eos lets only the length limit end them: set one"
-                " of the two",
+                f"rollout.{name} ends completions, and rollout.ignore_eos leaves that to the limit: set one of the two",
             )
         return self
 
@@ -286,8 +284,7 @@ class RolloutConfig:
     def _check_carry(self) -> RolloutConfig:
         refuse(
             not self.carry and self.max_carries != type(self).max_carries,
-            f"rollout.max_carries {self.max_carries} has no effect with rollout.carry 0: set rollout.carry, or take"
-            " rollout.max_carries out",
+            f"rollout.max_carries {self.max_carries} has no effect with rollout.carry 0: remove it",
         )
         refuse(
             bool(self.carry) and self.has_turns,
@@ -332,8 +329,7 @@ class RolloutConfig:
         ):
             refuse(
                 is_set,
-                f"rollout.{name} {getattr(self, name)} has no effect with rollout.decoder transformers, which {why}:"
-                " remove one of them",
+                f"rollout.{name} {getattr(self, name)}: rollout.decoder transformers {why}: remove one of them",
             )
         return self
 

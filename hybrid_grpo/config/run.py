@@ -87,8 +87,7 @@ class LogConfig:
 
     about = About(unused_by="plan", may_change=True, is_place=True)
     wandb: Annotated[Literal["auto", "online", "offline", "disabled"], About(usual=6)] = "auto"
-    """`auto` is online if an account is configured, and offline otherwise. A failure of wandb does not affect the
-    run."""
+    """`auto` is online if an account is configured, else offline. A failure of wandb does not affect the run."""
     wandb_project: Text = "hybrid_grpo"
     """Project on wandb."""
     wandb_entity: Text | None = None
@@ -104,11 +103,9 @@ class LogConfig:
     rollouts_every: Whole = 1
     """Steps between rollouts that are written to rollouts/ and sampled for wandb; 0 writes none."""
     tokens: Switch = True
-    """Also write the tokens of each rollout that is written, with their texts, log-probabilities and advantages, as
-    parquet."""
+    """Also write the tokens of these rollouts, with their texts, log-probabilities and advantages, as parquet."""
     histograms_every: Whole = 10
-    """Steps between histograms of rewards, lengths and advantages; 0 makes none. wandb shows them for the rollouts that
-    are written."""
+    """Steps between histograms of rewards, lengths and advantages for wandb, of written rollouts; 0 makes none."""
     details: Switch = True
     """Write details.jsonl: the stages of each step on every rank and the timeline of decoding."""
     profile: Count | list[Count] = field(default_factory=list)

@@ -12,11 +12,8 @@ from hybrid_grpo.config.errors import refuse
 
 def looks_like_path(name: str) -> bool:
     """Whether a name is a path: it exists, ends like a data file, or cannot be a hub name (`name` or `owner/name`)."""
-    return (
-        os.path.exists(name)
-        or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)
-        or bool(re.search(r"\.(jsonl?|parquet|[ct]sv|txt|yaml)$", name))
-    )
+    may_be_hubs = re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name) is not None
+    return os.path.exists(name) or not may_be_hubs or bool(re.search(r"\.(jsonl?|parquet|[ct]sv|txt|yaml)$", name))
 
 
 def matching_files(name: str) -> list[str]:

@@ -228,18 +228,15 @@ def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig,
     )
     refuse(
         lora.rank > 0 and grpo.ref_every > 0,
-        f"grpo.ref_every {grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
-        " adapters: remove one of them",
+        f"grpo.ref_every {grpo.ref_every} refreshes the reference, with lora.rank the starting model: remove one",
     )
     refuse(
         grpo.combine_rewards == "normalize" and len(rewards) == 1,
-        "grpo.combine_rewards normalize weighs rewards against each other, and rewards has one: set"
-        " grpo.combine_rewards to sum",
+        "grpo.combine_rewards normalize weighs several rewards: set grpo.combine_rewards to sum",
     )
     refuse(
         grpo.mask_truncated and rollout.ignore_eos,
-        "grpo.mask_truncated leaves nothing to learn from if rollout.ignore_eos cuts every completion: set one of"
-        " them to false",
+        "grpo.mask_truncated leaves nothing if rollout.ignore_eos cuts every completion: set one of them to false",
     )
     refuse(
         grpo.baseline == "optimal" and rollout.logprobs == "mask",

@@ -71,11 +71,8 @@ def _is_callable(value: Any) -> bool:
 
 def functions_of(module: ModuleType, kinds: Callable[[Any], bool] = inspect.isfunction) -> list[str]:
     """Return the names of public functions, or public objects that `kinds` accepts, which the module itself defines."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if kinds(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
+    public = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
+    return [name for name, value in public if kinds(value) and value.__module__ == module.__name__]
 
 
 def describe(error: BaseException, file: str | None) -> str:

@@ -142,8 +142,7 @@ class Scores:
     status: dict[str, Tensor]
     """int8 [B] by function name, a `RewardStatus`."""
     steps: list[list[RewardStep]] | None = None
-    """[B], the weighted rewards of each completion's steps, ordered by the ends of the steps; None if no function
-    scores steps."""
+    """[B], the weighted rewards of each completion's steps, ordered by their ends; None if no function scores steps."""
     whole_B: Tensor | None = None
     """float64, the part of `reward_B` that is not earned by steps; None if `steps` is None."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
@@ -247,8 +246,7 @@ class MicroBatch:
     mask_bT: Tensor
     """bool, True on the sampled tokens of each completion."""
     place_N: Tensor
-    """int64, the index of each completion token in the flattened mask [b, T]. A filler has one index, that of its dummy
-    token."""
+    """int64, the index of each completion token in the flattened mask [b, T]; of a filler that of its dummy token."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
     sidecars: tuple[Any, ...] = ()
@@ -292,21 +290,18 @@ class TrainBatch:
     sampler_logp_bT: Tensor
     """float32, recorded while sampling."""
     old_logp_bT: Tensor | None
-    """float32; None while the policy is still the one that sampled; its current log-probabilities are then used,
-    without gradient."""
+    """float32; None while the policy is the one that sampled, whose log-probabilities are used without gradient."""
     ref_logp_bT: Tensor | None
     """float32; None without a reference."""
     advantages_bT: Tensor
     """float32"""
     weight_bT: Tensor
-    """float32, the weight of each token in the loss: the mask divided by the global denominator; 0 on tokens that do
-    not count."""
+    """float32, the weight of each token in the loss: mask over global denominator; 0 if it does not count."""
     writers: dict[str, Tensor] = field(default_factory=dict)
     """bool [b, 1] by the name of each other writer that is learned from, True on that writer's rows. Ratios of these
     rows are relative to the recorded log-probabilities, `sampler_logp_bT`."""
     is_old_bT: Tensor | None = None
-    """bool, True on tokens that were sampled in earlier steps, whose ratios too are relative to `sampler_logp_bT`; None
-    if there are none."""
+    """bool, True on tokens of earlier steps, whose ratios too are relative to `sampler_logp_bT`; None without any."""
     has_gradient: bool = True
     """False if the loss of these rows has the gradient 0, so that a forward is enough."""
     drifts_bT: Tensor | None = None

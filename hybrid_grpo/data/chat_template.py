@@ -32,8 +32,7 @@ def _rendered(tokenizer: Any, chat: list[Message], **variables: Any) -> str:
 
 
 def formed(tokenizer: Any, chat: list[Message]) -> list[Message]:
-    """Return a chat whose contents have the form that the tokenizer's template reads. Raises ValueError if the template
-    leaves out a part of a content."""
+    """Return a chat in the form of contents that the template reads. Raises ValueError if it leaves out a part."""
     template = str(tokenizer.chat_template)
     form = _form(tokenizer, template)
 

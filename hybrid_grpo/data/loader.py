@@ -85,8 +85,7 @@ class PromptLoader(Generic[ItemT]):
         (run.allow_changes), it is the same position in the new order."""
         refuse(
             "length" not in state,
-            "data: the checkpoint was made with rows drawn in another way: resume with the same settings, or start anew"
-            " with another run.name",
+            "data: the checkpoint drew rows in another way: resume with the same settings, or begin another run.name",
         )
         self._position = state["epoch"] * state["length"] + state["offset"]
 

@@ -89,8 +89,7 @@ def _rgb(image: Image) -> Image:
 def read_picture(value: Any, folder: Path | None, where: str, max_pixels: int | None = None) -> Picture:
     """Return the picture that a row gives as a path, as bytes, as `datasets` stores one, as a PIL image, or as it was
     returned here. Only its header is read. Paths are relative to `folder`, and may not lead out of it. Raises
-    UserError, in which `where` describes the row, if it is absent, too large, no picture, or broken as far as header
-    and end show it."""
+    UserError, in which `where` describes the row, if it is absent, too large, no picture, or visibly broken."""
     if isinstance(value, Picture):
         return value
     path, data, name = _source(value, folder, where)
@@ -130,8 +129,7 @@ def _source(value: Any, folder: Path | None, where: str) -> tuple[str | None, by
         path = (base / path).resolve()
         refuse(
             not path.is_relative_to(base),
-            f"{where}: the picture {text} lies outside the folder of its data, {base}: copy it there, or give its"
-            " absolute path",
+            f"{where}: the picture {text} lies outside the folder of its data, {base}: give its absolute path",
         )
     return str(path), None, text
 

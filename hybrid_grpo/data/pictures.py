@@ -151,13 +151,11 @@ class ImageStore:
         kind = type(self.processor).__name__
         refuse(
             self._token is None,
-            f"{where} has pictures, and the configuration of policy.model names no token for their places ({kind}):"
-            " take another model",
+            f"{where} has pictures, and policy.model names no token for their places ({kind}): take another model",
         )
 
     def take(self, pictures: Iterable[Picture], keep: bool = True) -> None:
-        """Take pictures that have been read, perhaps by another rank. Those that are not to be kept are forgotten with
-        the prompts that have them."""
+        """Take pictures that some rank has read. Those that are not to be kept are forgotten with their prompts."""
         for picture in pictures:
             known = [found for one in self._pictures.get(picture.key, ()) if (found := one()) is not None]
             assert all(one.size == picture.size for one in known), "two pictures have the same key"
@@ -194,8 +192,7 @@ class ImageStore:
         return Image.new("RGB", (_BLANK, _BLANK))
 
     def seen(self, text: str, images: list[Image]) -> dict[str, Any]:
-        """Return what the model's processor makes of a rendered text and its pictures: `input_ids`, [1, S], other
-        values per token, and what the tower takes."""
+        """Return what the processor makes of a text and its pictures: `input_ids`, [1, S], and what the tower takes."""
         found = dict(self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt"))
         return {name: value for name, value in found.items() if name != "attention_mask"}
 

@@ -47,8 +47,7 @@ def read_prompts(
     album: ImageStore | None = None,
 ) -> tuple[list[Prompt], str]:
     """Return the prompts of a source (default: the training rows), and a line on what was read and dropped. `album`
-    takes their pictures. Collective: each rank tokenizes its share. Raises UserError as `read_rows` and `prompts_of`
-    do."""
+    takes their pictures. Collective: each rank tokenizes its share. Raises UserError."""
     if source is None and config.mixture:
         return _read_mixture(config, tokenizer, album)
     source = source or training_source(config)
@@ -115,8 +114,7 @@ def prompts_of(
     require_column("data.prompt_column", config.prompt_column, rows, source)
     refuse(
         config.system_prompt is not None and config.chat_template == "never",
-        "data.system_prompt needs a chat template, and data.chat_template is never: set it to auto, or leave"
-        " data.system_prompt out",
+        "data.system_prompt needs a chat template, and data.chat_template is never: remove one of them",
     )
     if config.chat_template_kwargs:
         check_template_kwargs(config.chat_template_kwargs, tokenizer)
@@ -264,8 +262,7 @@ def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
     )
     refuse(
         config.chat_template == "never",
-        f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose a"
-        " data.prompt_column with text",
+        f"data.chat_template never: {where} has chat messages: set it to auto, or take a data.prompt_column with text",
     )
     # Arrow gives every message the keys of all messages, with value None, which templates would treat as set.
     return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]

@@ -20,8 +20,7 @@ _LONGEST_CELL = 1 << 30
 
 
 def file_rows(path: Path, setting: str) -> Iterator[Row]:
-    """Yield the rows of a file. Raises UserError, which begins with `setting`, if the file is of another kind, or
-    damaged."""
+    """Yield the rows of a file. Raises UserError, which begins with `setting`, if it is of another kind, or damaged."""
     where, kind = f"{setting} {path}", path.suffix.lower()
     with path.open("rb") as file:
         begin = file.read(80)

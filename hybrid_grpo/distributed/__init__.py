@@ -1,2 +1,1 @@
-"""The processes of a run: ranks, their devices and files, what ZeRO shards over them, and workers for other people's
-code. Knows no model."""
+"""The processes of a run: ranks, their devices and files, ZeRO's shards, workers for foreign code. Knows no model."""

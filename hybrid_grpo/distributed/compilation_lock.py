@@ -84,8 +84,7 @@ def _say(text: str) -> None:
 
 
 def _wait_while(busy: Callable[[], bool], kernel: str) -> None:
-    """Wait while another process compiles a kernel, or loads it, which takes less than the 30 s until a line is
-    printed."""
+    """Wait while another process compiles a kernel, or loads it, which takes less than 30 s; then print a line."""
     start, printed = time.monotonic(), False
     while busy():
         if not printed and time.monotonic() - start > 30:

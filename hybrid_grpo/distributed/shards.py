@@ -109,8 +109,7 @@ def same_parts(module: Any, other: Any, stage: int) -> tuple[dict[str, Tensor], 
 
 
 def save_module(folder: Path, name: str, module: nn.Module, averages: Mapping[str, Tensor]) -> None:
-    """Write this rank's shards of a frozen module under ZeRO-3; of some weights, the `averages` that the shards are the
-    rounding of."""
+    """Write this rank's shards of a frozen module under ZeRO-3; of some weights, the `averages` that were rounded."""
     flats = [_Flat(averages.get(flat.pieces[0].name, flat.tensor), flat.pieces) for flat in _module_flats(module)]
     _write(folder, name, _shapes(module, trained=False), flats, {})
 

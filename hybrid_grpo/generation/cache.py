@@ -83,8 +83,7 @@ class Geometry:
 
 def cached_forward(forward: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
     """Return what `forward`, of a transformers model or its base, returns for the new tokens `ids`; `ids` and
-    `positions` are int64 [rows, n]. It receives `batch` twice: as its cache, and as the `Batch` that `routed_attention`
-    uses."""
+    `positions` are int64 [rows, n]. It gets `batch` as its cache, and as the `Batch` of `routed_attention`."""
     with routed(batch.routes):
         return forward(input_ids=ids, position_ids=positions, use_cache=True, cache=batch, batch=batch)
 

@@ -171,8 +171,7 @@ def _attention_layer(layer: Any, keys: Tensor, values: Tensor, options: Options)
 
 
 def _delta_sizes(net: Any) -> tuple[int, ...]:
-    """Return the numbers of heads of values and of keys, the widths of keys and of values, and the tokens that the
-    convolution sees."""
+    """Return the numbers of heads of values and keys, the widths of keys and values, and the convolution's tokens."""
     return net.num_v_heads, net.num_k_heads, net.head_k_dim, net.head_v_dim, net.conv1d.weight.shape[-1]
 
 

@@ -33,8 +33,7 @@ _DELTA = {
     *("linear_attn.in_proj_a", "linear_attn.conv1d", "linear_attn.norm", "linear_attn.out_proj"),
 }
 _ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that depend on the position only; other kinds look at the whole batch. A model whose layers have
-different ones names them in a dict."""
+"""Rotary embeddings that depend on the position only. A model whose layers have different ones has a dict of names."""
 _FAR = 1 << 17
 """A test position beyond 8,192 and 16,384, after which some models scale their attention by position."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}

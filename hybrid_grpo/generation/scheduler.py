@@ -95,11 +95,8 @@ class Scheduler:
             new = len(group.tokens) - 1 - group.known
             need = self.cache.pages_for(len(group.tokens) - 1) - len(whole)
             # One more page, which the group's first sequence writes to.
-            if (
-                (batch and tokens + new > budget)
-                or need + 1 > self._spare - len(batch)
-                or not self.cache.states.has_free
-            ):
+            has_room = need + 1 <= self._spare - len(batch) and self.cache.states.has_free
+            if not has_room or (batch and tokens + new > budget):
                 break
             self.pending.popleft()
             self.cache.share(whole)

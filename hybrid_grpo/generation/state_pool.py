@@ -42,8 +42,7 @@ def rows_for(slots: int, *, waiting: bool) -> int:
 
 
 class StatePool:
-    """`rows` rows, of which the first `slots` are those of decoded sequences. Without any `shapes` it holds nothing and
-    never runs out."""
+    """`rows` rows, the first `slots` of decoded sequences. Without `shapes` it holds nothing and never runs out."""
 
     def __init__(self, shapes: tuple[StateShape, ...], slots: int, rows: int, device: torch.device) -> None:
         self._device, self._slots, self._rows = device, slots, rows if shapes else 0

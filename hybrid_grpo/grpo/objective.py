@@ -28,8 +28,7 @@ def load_objective(grpo: GrpoConfig) -> Objective | None:
     takes = "group_b" in named or any(each.kind is Parameter.VAR_KEYWORD for each in named.values())
     refuse(
         needs and not grpo.whole_groups,
-        f"grpo.objective {text} has an argument group_b, and without grpo.whole_groups no loss is told its groups: set"
-        " grpo.whole_groups to true",
+        f"grpo.objective {text} has an argument group_b, which takes grpo.whole_groups: set that to true",
     )
     refuse(
         grpo.whole_groups and not takes,

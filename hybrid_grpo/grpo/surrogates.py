@@ -58,8 +58,7 @@ class Tokens:
 
 
 Surrogate = tuple[Tensor, Tensor, Tensor]
-"""The objective of each token, which is maximized, and where (bool) its gradient is cut because the policy has moved
-too far down, and too far up."""
+"""The objective of each token, to maximize, and where its gradient is cut as the policy moved too far down, and up."""
 
 
 def _clip(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:

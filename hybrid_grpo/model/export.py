@@ -97,8 +97,7 @@ def _folder(name: str, start: str) -> Path:
 
 
 def save_model(view: Any, folder: Path, config: Any, dtype: str, original: Original | None) -> None:
-    """Write unsharded weights and their configuration; if the model is a part of the checkpoint `original`, write this
-    checkpoint, which has its own configuration."""
+    """Write unsharded weights and their configuration; if they are a part of the checkpoint `original`, write that."""
     # Gathered weights are slices of one buffer; tied weights stay tied.
     copies: dict[int, Tensor] = {}
     state = {

@@ -303,8 +303,7 @@ def _refuse_changes(model: Any, start: str) -> None:
         if buffer.dtype != right.dtype or not same:
             raise UserError(
                 f"{start}: its buffer {name} was changed while it was loaded ({buffer.dtype}, {right.dtype} by its"
-                " class), so the exported model would not be the trained one: update transformers and deepspeed, or"
-                " lower the ZeRO stage"
+                " class), so exports would differ: update transformers and deepspeed, or lower the ZeRO stage"
             )
 
 

@@ -168,10 +168,7 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
     for target in lora.target_modules:
         found = [path for path in layers if f".{path}".endswith(f".{target}")]
         if any(layers[path] is head for path in found):
-            raise UserError(
-                f"lora.target_modules {target} is the output head, whose weight is read directly, a tile at a time:"
-                " remove it"
-            )
+            raise UserError(f"lora.target_modules {target} is the output head, which is read by tiles: remove it")
         if not found or not set(linear).issuperset(found):
             what = "is not a linear layer" if found else "is not a layer"
             raise UserError(f"lora.target_modules {target} {what} of policy.model: {did_you_mean(target, known)}")

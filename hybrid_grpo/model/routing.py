@@ -228,8 +228,7 @@ class Recorder:
 
 
 class Replay:
-    """Routes the training forward of a packed row by the `recorded` experts, int16 [S, layers, k], if `replays`; or
-    only compares the experts with them."""
+    """Routes a packed row by the `recorded` experts, int16 [S, layers, k], if `replays`; else only compares them."""
 
     def __init__(self, recorded: np.ndarray, replays: bool, device: torch.device) -> None:
         self._recorded_SLk, self._replays = upload(recorded, device), replays

@@ -199,8 +199,7 @@ def _bytes(look: ImageEmbedding) -> int:
 
 
 def load_processor(name: str, setting: str = "policy.model") -> Any:
-    """Load transformers' processor of a model folder or hub name. Raises UserError if there is none, or what it needs
-    is not installed."""
+    """Load transformers' processor of a model. Raises UserError if there is none, or what it needs is not installed."""
     refuse(
         importlib.util.find_spec("PIL") is None,
         f"{setting} {name}: prompts have pictures, and pillow is not installed: pip install 'hybrid-grpo[pictures]'",

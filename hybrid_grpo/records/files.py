@@ -91,8 +91,7 @@ def replace_folder(target: Path, draft: Path, old: Path) -> None:
 
 
 def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
-    """Return the rollout files in a folder by step, in ascending order: texts (`kind` is `jsonl`) or tokens
-    (`parquet`). Other files, such as copies, are left out."""
+    """Return the rollout files in a folder by ascending step: texts (`kind` is `jsonl`) or tokens (`parquet`)."""
     expression = re.compile(rf"step_(\d{{1,15}})\.{kind}")
     try:
         names = os.listdir(folder)

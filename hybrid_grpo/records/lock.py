@@ -95,8 +95,7 @@ def _refuse_other_machine(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the owner that the lock file names; empty if there is none. The file is reopened each time, so that a
-    network file system fetches its newest content."""
+    """Return the owner that the lock file names, if any. It is reopened each time, as network file systems need it."""
     try:
         owner = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -33,8 +33,7 @@ class StepTrace:
             self._timelines.append(timeline)
 
     def own(self, spans: Sequence[Span]) -> dict[str, Any] | None:
-        """Return this rank's part of the ended step's trace, for `trace_line`; None if nothing is collected. `spans`
-        are the times of the step's stages."""
+        """Return this rank's part of the step's trace, with the `spans` of its stages; None if nothing is collected."""
         start = next((begin for name, begin, _ in spans if name == "step"), None)
         if not self._on or start is None:
             return None

@@ -55,11 +55,9 @@ class LossTerm:
     """A term of the policy's loss on a micro-batch."""
 
     value: Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor | float, Numbers]]
-    """Returns the term and its metrics, from the log-probabilities and entropies of the tokens and what `head` has
-    computed, each [b, T]."""
+    """Returns the term and its metrics from log-probabilities, entropies and what `head` has computed, each [b, T]."""
     head: HeadFunction | None = None
-    """What the policy's head must compute in addition. Every rank must give the same, even for a micro-batch without
-    rows."""
+    """What the policy's head must compute in addition; the same on every rank, even for a micro-batch without rows."""
 
 
 class Feature:

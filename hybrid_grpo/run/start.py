@@ -59,8 +59,7 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints) -
     changed = _checked_changes(config, checkpoint, checkpoints.inputs)
     refuse(
         step > config.run.steps,
-        f"run.steps {config.run.steps}: checkpoint {checkpoint.folder} has {step} steps already: set run.steps to"
-        f" {step} or more",
+        f"run.steps {config.run.steps}: checkpoint {checkpoint.folder} is later: set run.steps to {step} or more",
     )
     if changed:
         say(f"changed since the checkpoint: {', '.join(changed)}")
@@ -104,8 +103,7 @@ def _named(resume: str, folder: Path, checkpoints: Checkpoints) -> tuple[Checkpo
 
 
 def _checked_changes(config: ModelRunConfig, checkpoint: Checkpoint, inputs: dict[str, str]) -> list[str]:
-    """Return the settings and inputs that have changed since a checkpoint. Refuse forbidden changes, unless
-    run.allow_changes is true."""
+    """Return the changes of settings and inputs since a checkpoint. Refuse some, unless run.allow_changes is true."""
     manifest = checkpoint.manifest
     changed = changes(manifest.settings, config)
     others = [name for name in inputs if name in manifest.inputs and inputs[name] != manifest.inputs[name]]

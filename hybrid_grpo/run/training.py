@@ -291,8 +291,7 @@ class TrainingRun:
             say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
-        """Export `model/`, whose presence means that the run is finished, completely or not at all. Raise UserError if
-        that fails."""
+        """Export `model/`, whose presence means that the run is finished, whole or not at all. Raises UserError."""
         self.saver.finish(stage)
         model = self.folder / "model"
         try:

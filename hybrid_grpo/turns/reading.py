@@ -45,8 +45,7 @@ _ASKED = "zk7qx"
 def reader_of(template: TurnTemplate, tool_format: str, most_calls: int) -> Reader:
     """Return the reader of a format, for calls of the template's tools; more calls in a turn than `most_calls` are a
     fault. `auto` takes the first format that can read a call as the template writes it, and tries the tokenizer's own
-    parser first. A warning is printed if a format chosen by name cannot read it. Raises UserError if `auto` finds no
-    format."""
+    parser first. A format chosen by name that cannot read it is warned of. Raises UserError if `auto` finds none."""
     tokenizer, schemas = template.tokenizer, template.schemas
     prompt = written(tokenizer, [user_message(_ASKED)], schemas, template.variables)
 

@@ -209,8 +209,7 @@ class TurnTemplate:
         refuse(
             None not in found,
             f"{setting}: the chat template of policy.model {found[1]}, while the model continues to read its turns"
-            " as it wrote them: set rollout.keep_history true to train so all the same, or give the tokenizer a"
-            " template that keeps them",
+            " as it wrote them: set rollout.keep_history true to train so, or give a template that keeps them",
         )
 
     def _rewriting(self, example: Callable[[str], Message], *, separate: bool) -> str | None:

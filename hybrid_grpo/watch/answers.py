@@ -117,8 +117,7 @@ class Answers:
         return [alarm for run in self._runs(given) for alarm in _alarms(run)]
 
     def settings(self, given: QueryParams) -> Any:
-        """Return the settings of runs with their defaults, the most important first, and the text of each run's
-        config.yaml."""
+        """Return the settings of runs with their defaults, the most important first, and each run's config.yaml."""
         configs = {run.name: run.config() for run in self._runs(given)}
         return {
             "settings": compared({name: settings for name, (_, settings) in configs.items()}),

@@ -50,8 +50,7 @@ class Folders:
 
 
 def _runs_in(named: Sequence[str]) -> list[Path]:
-    """Return the folders of runs in and below the named ones, those of upper levels first. A folder that several paths
-    lead to is found once."""
+    """Return the folders of runs in and below the named ones, upper levels first, each once however it is reached."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
     level = list(named)  # making a Path takes longer than asking whether it is there

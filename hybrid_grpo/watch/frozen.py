@@ -169,8 +169,7 @@ def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rounded(record: Record | None) -> Record | None:
-    """Round the measures of tokens to the 6 digits that the page shows, but `logp` to 12, since the page computes
-    probabilities from it."""
+    """Round measures of tokens to the 6 digits that are shown, but `logp`, of which probabilities are made, to 12."""
     if record is None:
         return None
     measures = {

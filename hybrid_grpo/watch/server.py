@@ -31,8 +31,7 @@ from hybrid_grpo.watch.folders import Folders
 HOST = "127.0.0.1"
 _PAGE = Path(__file__).parent / "page"
 _SWITCH_S = 0.0005
-"""Seconds after which Python lets another thread compute; 0.005 by default. While one computes, a question waits that
-long for each file that it reads."""
+"""Seconds after which Python lets another thread compute (default 0.005); a question waits so long for every file."""
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",

@@ -1,5 +1,4 @@
-"""Reads the tokens of saved completions, with what was recorded about each, from the parquet files of rollouts/, one
-completion at a time."""
+"""Reads the tokens of saved completions, and what was recorded of each, from the parquet files of rollouts/."""
 
 from pathlib import Path
 

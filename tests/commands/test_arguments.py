@@ -48,7 +48,7 @@ BAD = [
     ({"model": LlamaForCausalLM}, "model is the class LlamaForCausalLM: give a folder"),
     ({"model": b"path"}, "model is a bytes: give a folder"),
     ({"model": LlamaForCausalLM(SMALL)}, "model is an object, and its tokenizer is not where it was loaded from"),
-    ({"data": 5}, "data is 5: give a file, a folder"),
+    ({"data": 5}, "data is 5: give a file, folder"),
     ({"data": b"rows"}, "data is a bytes: give a file"),
     ({"data": reward}, "data is the function reward: give a file"),
     ({"data": np.ones(3)}, "data is a ndarray: give a file"),

@@ -75,7 +75,7 @@ def test_a_position_goes_over_to_other_rows_another_seed_and_another_order(other
 
 
 def test_a_position_of_rows_drawn_in_another_way_is_refused():
-    with pytest.raises(UserError, match=r"^data: the checkpoint was made with rows drawn in another way: resume with"):
+    with pytest.raises(UserError, match=r"^data: the checkpoint drew rows in another way: resume with"):
         PromptLoader(range(9), 3, 0, 1, seed=1).load_state_dict({"position": {"place": 3}})
 
 

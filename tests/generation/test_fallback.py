@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+from decoders import assert_alike, shapes_of_forwards, tokens
 from decoders import generate as paged
 from decoders import generate_by_transformers as generate
 from tiny_models import STATEFUL, VOCABULARY, build, pair, tiny_config
@@ -23,10 +24,6 @@ def requests_of(lengths, samples, limits=None):
         )
         for row, length in enumerate(lengths)
     ]
-
-
-def tokens(groups):
-    return [[completion.token_ids for completion in group] for group in groups]
 
 
 def text(token_ids):
@@ -72,39 +69,24 @@ def test_both_decoders_sample_the_same(qwen2, sampling, limits):
     requests = requests_of(LENGTHS, 3, limits)
     mine, my_stats = generate(model, requests, sampling, max_slots=4, decode=text)
     theirs, their_stats = paged(view, requests, sampling, max_slots=4, decode=text)
-    assert tokens(mine) == tokens(theirs)
-    for a, b in zip((c for g in mine for c in g), (c for g in theirs for c in g), strict=True):
-        assert a.finish == b.finish
-        assert a.logp == pytest.approx(b.logp, abs=1e-4) and a.sidecars == b.sidecars
-        assert bool(a.sidecars) == (sampling.logprobs == "mask")
+    assert_alike(mine, theirs, gap=1e-4)
+    assert all(bool(completion.sidecars) == (sampling.logprobs == "mask") for group in mine for completion in group)
     assert my_stats.rows == their_stats.rows
     assert my_stats.context == their_stats.context
 
 
-def test_the_model_s_own_generation_config_changes_nothing_and_comes_back(qwen2):
+def test_the_model_s_own_generation_config_changes_nothing_and_comes_back(qwen2, monkeypatch):
     model, _ = qwen2
     requests = requests_of(LENGTHS, 2)
     plain, _ = generate(model, requests, Sampling(LIMIT))
     first = plain[0][0].token_ids
-    own = GenerationConfig(
-        do_sample=True,
-        temperature=9.0,
-        top_k=1,
-        repetition_penalty=7.0,
-        no_repeat_ngram_size=1,
-        suppress_tokens=first,
-        forced_eos_token_id=min(set(range(VOCABULARY)) - set(first)),
-        eos_token_id=first,
-        num_beams=3,
-        max_length=9,
-        min_new_tokens=3,
-    )
-    before, model.generation_config = model.generation_config, own
-    try:
-        again, _ = generate(model, requests, Sampling(LIMIT))
-        assert model.generation_config is own
-    finally:
-        model.generation_config = before
+    other = min(set(range(VOCABULARY)) - set(first))
+    own = GenerationConfig(do_sample=True, temperature=9.0, top_k=1, repetition_penalty=7.0, no_repeat_ngram_size=1)
+    own.update(suppress_tokens=first, forced_eos_token_id=other, eos_token_id=first)
+    own.update(num_beams=3, max_length=9, min_new_tokens=3)
+    monkeypatch.setattr(model, "generation_config", own)
+    again, _ = generate(model, requests, Sampling(LIMIT))
+    assert model.generation_config is own
     assert tokens(again) == tokens(plain)
 
 
@@ -125,20 +107,15 @@ def test_batches_keep_to_the_slots_and_to_one_prompt_length(qwen2, max_slots):
     model, _ = qwen2
     requests = requests_of(LENGTHS, 3)
     expected, _ = generate(model, requests, Sampling(4))
-    shapes = []
-    handle = model.register_forward_pre_hook(
-        lambda _, __, kwargs: shapes.append((*kwargs["input_ids"].shape, kwargs.get("attention_mask"))),
-        with_kwargs=True,
-    )
-    try:
+    masks = []
+    note = lambda _, __, kwargs: masks.append(kwargs.get("attention_mask"))  # noqa: E731
+    with shapes_of_forwards(model) as shapes, model.register_forward_pre_hook(note, with_kwargs=True):
         groups, stats = generate(model, requests, Sampling(4), max_slots=max_slots)
-    finally:
-        handle.remove()
     assert tokens(groups) == tokens(expected)
-    assert all(rows <= max_slots and (mask is None or mask.all()) for rows, _, mask in shapes)
+    assert all(rows <= max_slots for rows, _ in shapes) and all(mask is None or mask.all() for mask in masks)
     assert len(shapes) == stats.steps
     # Each batch reads its prompts in its first forward of four; a length has 3 or 6 rows.
-    assert sorted(width for _, width, _ in shapes[::4]) == sorted(
+    assert sorted(width for _, width in shapes[::4]) == sorted(
         length for length in set(LENGTHS) for _ in range(-(-3 * LENGTHS.count(length) // max_slots))
     )
     assert stats.prefills == 3 * len(LENGTHS)
@@ -147,18 +124,14 @@ def test_batches_keep_to_the_slots_and_to_one_prompt_length(qwen2, max_slots):
 def test_every_completion_is_handed_on_once_and_at_once(qwen2):
     model, _ = qwen2
     requests = requests_of(LENGTHS, 3)
-    forwards = []
-    handle = model.register_forward_pre_hook(lambda *_: forwards.append(None))
     seen = {}
 
     def note(request, sample, completion):
         assert (request, sample) not in seen
         seen[request, sample] = completion, len(forwards)
 
-    try:
+    with shapes_of_forwards(model) as forwards:
         groups, _ = generate(model, requests, Sampling(LIMIT, stop_ids=tuple(range(0, VOCABULARY, 6))), on_finish=note)
-    finally:
-        handle.remove()
     assert {key: completion for key, (completion, _) in seen.items()} == {
         (request, sample): completion for request, group in enumerate(groups) for sample, completion in enumerate(group)
     }
@@ -178,5 +151,6 @@ def test_weights_stay_and_get_no_gradient(qwen2):
 
 
 def test_no_requests_are_no_work(qwen2):
-    groups, stats = generate(qwen2[0], [], Sampling(5))
-    assert groups == [] and (stats.steps, stats.rows, stats.prefills) == (0, 0, 0)
+    for decoder, model in zip((generate, paged), qwen2, strict=True):
+        groups, stats = decoder(model, [], Sampling(5))
+        assert groups == [] and (stats.steps, stats.rows, stats.prefills) == (0, 0, 0)

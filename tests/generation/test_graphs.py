@@ -10,7 +10,7 @@ import gpu_attention
 import pytest
 import torch
 from cuda_graphs import CaptureRefused, Captures
-from decoders import generate
+from decoders import assert_alike, generate
 from tiny_models import ARCHITECTURES, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.config import RolloutConfig
@@ -75,12 +75,6 @@ def requests_of(lengths, samples=3, seed=0):
     ]
 
 
-def assert_alike(groups, others, abs=2e-5):
-    for mine, theirs in zip((c for g in groups for c in g), (c for g in others for c in g), strict=True):
-        assert (mine.token_ids, mine.finish) == (theirs.token_ids, theirs.finish)
-        assert mine.logp == pytest.approx(theirs.logp, abs=abs)
-
-
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("max_slots", [1, 7, 40])
@@ -136,7 +130,7 @@ def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
         requests = requests_of(lengths, samples=rng.randint(1, 4), seed=rollout)
         groups, stats = generate(model, requests, sampling, max_slots=slots, workspace=workspace)
         plain, _ = plainly(model, requests, sampling, max_slots=slots)
-        assert_alike(groups, plain, abs=2e-5 if dtype == torch.float32 else 1e-6)
+        assert_alike(groups, plain, gap=2e-5 if dtype == torch.float32 else 1e-6)
         seen.append(stats.captures)
         for parameter in model.parameters():
             parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rollout)))
@@ -193,7 +187,7 @@ def test_the_fused_step_of_a_gpu_is_captured_too(monkeypatch, captures):
     for rollout in range(2):
         requests = requests_of([9], samples=2, seed=rollout)
         groups, stats = generate(model, requests, Sampling(3), workspace=workspace)
-        assert_alike(groups, plainly(model, requests, Sampling(3))[0], abs=1e-6)
+        assert_alike(groups, plainly(model, requests, Sampling(3))[0], gap=1e-6)
         seen.append(stats.captures)
         for parameter in model.parameters():
             parameter.mul_(1.5)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import generate
+from decoders import assert_alike, generate, shapes_of_forwards, tokens
 from tiny_models import ARCHITECTURES, MORE_ATTENTION, VOCABULARY, WINDOW, pair
 
 from hybrid_grpo.config.errors import UserError
@@ -26,17 +26,6 @@ def requests_of(prompts, samples, step=0):
     return [
         Request(prompt, [stream_key(7, step, row, k) for k in range(samples)]) for row, prompt in enumerate(prompts)
     ]
-
-
-def tokens(groups):
-    return [[completion.token_ids for completion in group] for group in groups]
-
-
-def assert_alike(groups, others):
-    assert tokens(groups) == tokens(others)
-    for mine, theirs in zip((c for g in groups for c in g), (c for g in others for c in g), strict=True):
-        assert mine.finish == theirs.finish
-        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5) and mine.sidecars == theirs.sidecars
 
 
 def through_transformers(model, prompts, stop_ids):
@@ -135,26 +124,13 @@ def sampled(view):
     return requests, sampling, groups
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_completions_do_not_depend_on_the_order_of_prompts(view, sampled, seed):
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_completions_depend_neither_on_their_order_nor_on_which_call_they_are_part_of(view, sampled, cut):
     requests, sampling, groups = sampled
-    order = random.Random(seed).sample(range(len(requests)), len(requests))
-    again, _ = generate(view, [requests[i] for i in order], sampling, max_slots=6, prefill_tokens=40)
-    assert_alike(again, [groups[i] for i in order])
-
-
-def test_completions_do_not_depend_on_the_order_of_samples(view, sampled):
-    requests, sampling, groups = sampled
-    turned = [Request(request.prompt_ids, request.keys[::-1]) for request in requests]
-    again, _ = generate(view, turned, sampling, max_slots=6)
-    assert_alike(again, [group[::-1] for group in groups])
-
-
-@pytest.mark.parametrize("cut", range(1, 8))
-def test_completions_do_not_depend_on_which_call_they_are_part_of(view, sampled, cut):
-    requests, sampling, groups = sampled
-    parts = [generate(view, part, sampling, max_slots=4)[0] for part in (requests[:cut], requests[cut:])]
-    assert_alike(parts[0] + parts[1], groups)
+    order = random.Random(cut).sample(range(len(requests)), len(requests))
+    turned = [Request(requests[i].prompt_ids, requests[i].keys[::-1]) for i in order]
+    parts = [generate(view, part, sampling, max_slots=cut)[0] for part in (turned[:cut], turned[cut:])]
+    assert_alike(parts[0] + parts[1], [groups[i][::-1] for i in order])
 
 
 def test_another_step_gives_other_completions_of_the_same_prompts(view, sampled):
@@ -212,14 +188,8 @@ def test_cost_follows_the_tokens_and_not_batch_times_longest(view, sampled):
 
 def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_fit(view, monkeypatch):
     monkeypatch.setattr(decoder, "_SHORT", 0)
-    rows = []
-    handle = view.base_model.register_forward_pre_hook(
-        lambda _, __, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    try:
+    with shapes_of_forwards(view.base_model) as rows:
         _, stats = generate(view, requests_of(random_prompts([5, 9, 3]), 8), Sampling(4), max_slots=3)
-    finally:
-        handle.remove()
     # One row of all prompts but for their last tokens.
     assert sum(width for n, width in rows if width > 1) == 4 + 8 + 2
     assert stats.prefills == 3
@@ -233,14 +203,8 @@ def test_prefills_keep_their_token_budget(view, budget, given, monkeypatch):
     requests, asked = requests_of(random_prompts(PROMPT_LENGTHS), 1), budget if given else None
     # The first call of all tries the kernels on rows of its own.
     generate(view, requests, Sampling(1))
-    shapes = []
-    handle = view.base_model.register_forward_pre_hook(
-        lambda _, __, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    try:
+    with shapes_of_forwards(view.base_model) as shapes:
         generate(view, requests, Sampling(1), prefill_tokens=asked)
-    finally:
-        handle.remove()
     # Steps have a row for each sequence, prefills one for all.
     prefills = [width for n, width in shapes if n == 1]
     assert all(width <= budget for width in prefills)
@@ -292,13 +256,13 @@ def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(view, sample
     requests, sampling, groups = sampled
     roomy, _ = generate(view, requests, sampling, cache_gb=gib(5000))
     # The longest prompt and completion take 19 + 24 tokens.
-    for tokens, squeezed in ((5000, False), (300, True), (120, True), (56, True)):
-        again, stats = generate(view, requests, sampling, cache_gb=gib(tokens))
+    for room, squeezed in ((5000, False), (300, True), (120, True), (56, True)):
+        again, stats = generate(view, requests, sampling, cache_gb=gib(room))
         assert_alike(again, groups)
         # The kernel that decodes also reads again.
         assert again == roomy or kernels.load() is None
         assert (stats.preempted > 0) == squeezed
-        assert stats.peak_cache_bytes <= gib(tokens) * 2**30
+        assert stats.peak_cache_bytes <= gib(room) * 2**30
         # What is redone is read, not sampled again.
         assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
 
@@ -362,11 +326,6 @@ def test_long_sequences_outgrow_the_first_allocation_unharmed():
     for completion in groups[0]:
         assert len(completion.token_ids) == 150
         assert completion.logp == pytest.approx(training_logp(model, prompt, completion.token_ids, 1.2), abs=1e-4)
-
-
-def test_no_requests_are_no_work(view):
-    groups, stats = generate(view, [], Sampling(5))
-    assert groups == [] and (stats.steps, stats.rows, stats.prefills) == (0, 0, 0)
 
 
 def test_weights_keep_no_graph_and_get_no_gradient(view):

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from decoders import generate
+from decoders import assert_alike, generate
 from tiny_models import STATES, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.data.completion_records import completion_of, record_of
@@ -33,11 +33,6 @@ def requests_of(begun=None):
     ]
 
 
-def same(mine, theirs):
-    assert (mine.token_ids, mine.finish, mine.text) == (theirs.token_ids, theirs.finish, theirs.text)
-    assert mine.logp == pytest.approx(theirs.logp, abs=2e-5) and mine.sidecars == theirs.sidecars
-
-
 @pytest.mark.parametrize("slots", [4, 64])
 @pytest.mark.parametrize(
     ("architecture", "sampling"),
@@ -61,13 +56,13 @@ def test_an_open_completion_goes_on_where_it_was_left(architecture, sampling, sl
                 assert completion.token_ids == other.token_ids[:LEAST]
                 assert completion.sidecars == tuple(each.cut(LEAST) for each in other.sidecars)
             else:
-                same(completion, other)
+                assert_alike([[completion]], [[other]])
 
     begun = [[completion_of(record_of(c)).carry() if c.finish == "open" else None for c in group] for group in cut]
     ended, _ = generate(model, requests_of(begun), sampling, max_slots=slots, decode=text)
-    for group, others, before in zip(ended, whole, begun, strict=True):
-        for completion, other, open_one in zip(group, others, before, strict=True):
-            same(completion, other)
+    assert_alike(ended, whole)
+    for group, before in zip(ended, begun, strict=True):
+        for completion, open_one in zip(group, before, strict=True):
             assert completion.carried == ((LEAST,) if open_one else ())
             assert completion.policies == (2 if open_one else 1)
 
@@ -77,10 +72,8 @@ def test_a_completion_that_was_cut_before_its_first_token_begins_anew():
     whole, _ = generate(model, requests_of(), sampling, decode=text)
     begun = [[completion.cut(0).carry() for completion in group] for group in whole]
     again, _ = generate(model, requests_of(begun), sampling, decode=text)
-    for group, others in zip(again, whole, strict=True):
-        for completion, other in zip(group, others, strict=True):
-            same(completion, other)
-            assert completion.policies == 1
+    assert_alike(again, whole)
+    assert all(completion.policies == 1 for group in again for completion in group)
 
 
 def test_the_journal_has_only_what_has_ended(tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from decoders import generate, generate_by_transformers
+from decoders import assert_alike, generate, generate_by_transformers
 from experts_used import differing, experts_used
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,14 +44,6 @@ def cut(completion, prompt, turn_limit, most):
     return sampled, tuple(given), completion.finish
 
 
-def alike(one, other, gap=2e-5):
-    assert [(c.token_ids, c.observations, c.finish) for c in one] == [
-        (c.token_ids, c.observations, c.finish) for c in other
-    ]
-    for mine, theirs in zip(one, other, strict=True):
-        assert mine.logp == pytest.approx(theirs.logp, abs=gap)
-
-
 def test_the_shortest_completion_is_that_of_all_turns_for_stop_ids_and_stop_strings():
     """Stop strings were ignored again at the beginning of every turn."""
     keys = [stream_key(5, k) for k in range(8)]
@@ -80,8 +72,7 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
     sampling = Sampling(24, stop_ids=tuple(range(20)))
     groups, stats = generate(view, requests, sampling, max_slots=5, turns=Scripted(4, (0, 3, 8)), decode=str)
     plainly, _ = generate_by_transformers(plain, requests, sampling, max_slots=5, turns=Scripted(4), decode=str)
-    for group, other in zip(groups, plainly, strict=True):
-        alike(group, other, gap=1e-4 if architecture in STATES else 2e-5)
+    assert_alike(groups, plainly, 1e-4 if architecture in STATES else 2e-5, sidecars=False)
     several = [c for group in groups for c in group if c.turns > 2]
     assert len(several) >= 3
     # Of states there are only some more rows than slots: who finds none is read again.
@@ -160,8 +151,7 @@ def test_no_completion_is_lost_doubled_or_changed(
         ]
     assert finished == Counter((row, k) for row, (_, samples) in enumerate(prompts) for k in range(samples))
     every = [completion for group in groups for completion in group]
-    alike(every, alone)
-    assert [completion.sidecars for completion in every] == [completion.sidecars for completion in alone]
+    assert_alike(groups, [alone])
     if turns:
         for request, group in zip(requests, groups, strict=True):
             assert all(len(request.prompt_ids) + len(c.read_ids) <= request.max_total_tokens for c in group)

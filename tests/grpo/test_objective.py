@@ -76,7 +76,7 @@ def test_every_example_can_be_tried(settings):
         {"objective": f"{EXAMPLES}/dro.py:dro"},
         r"dro.py:dro, tried on .* raised TypeError: .*\(dro.py:\d+\); ref_logp_bT is None .*: set grpo.beta$",
     ),
-    ({"objective": f"{EXAMPLES}/tpo.py:tpo"}, r"tpo.py:tpo has an argument group_b, and without grpo.whole_groups"),
+    ({"objective": f"{EXAMPLES}/tpo.py:tpo"}, r"tpo.py:tpo has an argument group_b, which takes grpo.whole_groups"),
     ({"objective": f"{EXAMPLES}/tpo.py:tpa"}, r"tpo.py:tpa: .*tpo.py has no function tpa: did you mean tpo"),
     ({"objective": "tpo"}, r"tpo: give path/to/file.py:name or package.module:name"),
 ])  # fmt: skip

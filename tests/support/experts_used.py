@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,10 @@ def experts_used(model: Any) -> Iterator[list[Tensor]]:
         used.append(next(x for x in (*given, *words.values()) if x.dim() == 2 and not x.is_floating_point()))
 
     named = [module for name, module in model.named_modules() if name.split(".")[-1] == "experts"]
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in named]
-    try:
+    with ExitStack() as hooks:
+        for module in named:
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         yield used
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def differing(used: list[Tensor], recorded_SLk: np.ndarray) -> float:

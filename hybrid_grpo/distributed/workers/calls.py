@@ -72,8 +72,7 @@ def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
 
 
 def raised(error: BaseException, message: str, rows: int, hint: str = "") -> Reply:
-    """Return the reply to a call that raised `error`, which fails all rows; `message` describes the error, and the
-    traceback ends with `hint`."""
+    """Return the reply to a call that raised `error`, in words `message`; the traceback ends with `hint`."""
     trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:] + hint
     return failed(Failure("raised", message, trace), rows, spent=isinstance(error, MemoryError))
 

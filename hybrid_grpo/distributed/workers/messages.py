@@ -114,8 +114,7 @@ def _failure(kind: Any, message: Any, traceback: Any) -> Failure:
 
 
 def checked_text(text: Any, longest: int = LONGEST_TEXT) -> str:
-    """Return the text, cut to this length. Lone surrogates, which neither files nor tokenizers accept, are replaced.
-    Raises TypeError if `text` is not text."""
+    """Return the text, cut to this length, with lone surrogates replaced. Raises TypeError if `text` is not text."""
     if not isinstance(text, str):
         raise TypeError(text)
     return text[:longest].encode(errors="replace").decode()

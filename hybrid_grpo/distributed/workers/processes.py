@@ -203,8 +203,7 @@ class Worker:
         loop.add_reader(self._socket, self._read)
 
     async def ask(self, index: int, call: Call, timeout_s: float) -> Reply:
-        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker is gone, or is lost
-        before it replies."""
+        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker is lost before."""
         if self.is_gone:
             raise EOFError
         answer: asyncio.Future[Reply | None] = self._loop.create_future()

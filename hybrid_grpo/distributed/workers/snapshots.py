@@ -47,8 +47,7 @@ def state_of(instance: Any, place: str) -> dict[str, Any]:
 
 
 def restored(snapshot: Snapshot) -> Any:
-    """Rebuild the object, with its class and the attributes that were carried. Reading an attribute that was left out
-    raises AttributeError with the reason."""
+    """Rebuild the object with the attributes that were carried; others raise AttributeError with the reason."""
     state = snapshot.state
     import_place(state["place"], "an object of another process")
     kind = pickle.loads(b64decode(state["class"]))

@@ -60,8 +60,7 @@ class CurriculumConfig(FeatureConfig):
         """Raise UserError if prompts are to be chosen by success rate, but the order is fixed."""
         refuse(
             self.follows and not config.data.shuffle,
-            "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or remove"
-            " the settings of curriculum",
+            "data.shuffle false keeps the order of the source, which curriculum changes: remove one of them",
         )
 
     def training_prompts(self, data: DataConfig, sampler: Any, seed: int, check: Any) -> RatedPrompts:

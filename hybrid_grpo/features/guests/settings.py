@@ -53,8 +53,7 @@ class GuestsConfig(FeatureConfig):
 
     writers: list[GuestConfig] = field(default_factory=list)
     """The guests: a file, as in `[{name: seeds, path: answers.jsonl, weight: baseline}]`, or a model, as in `[{name:
-    large, model: NAME, per_group: 2, weight: importance}]`. The policy samples the rest of rollout.num_generations. See
-    docs/guests.md."""
+    large, model: NAME, per_group: 2, weight: importance}]`. The policy writes the rest. See docs/guests.md."""
 
     section = "guests"
     about = About(rank=7)
@@ -86,13 +85,11 @@ class GuestsConfig(FeatureConfig):
         refuse(
             self.rows_per_group >= rollout.num_generations,
             f"guests.writers write {self.rows_per_group} completions of a group, and rollout.num_generations"
-            f" {rollout.num_generations} leaves the policy none: raise it to {self.rows_per_group + 2}, or lower"
-            " per_group",
+            f" {rollout.num_generations} leaves the policy none: set {self.rows_per_group + 2}, or lower per_group",
         )
         refuse(
             rollout.has_turns,
-            f"{rollout.turns_setting} makes completions of several turns, and those of guests.writers {names[0]} have"
-            " one: remove one of them",
+            f"{rollout.turns_setting} makes several turns, and guests.writers {names[0]} has one: remove one of them",
         )
         refuse(
             rollout.max_total_tokens is not None or rollout.max_turn_tokens is not None,
@@ -107,8 +104,7 @@ class GuestsConfig(FeatureConfig):
         taught = next((guest.name for guest in self.writers if guest.weight == "distill"), None)
         refuse(
             taught is not None and not any(feature.teaches == "all" for feature in config.active_features),
-            f"guests.writers {taught}: weight distill has no effect without a teacher in the loss: set teacher.into to"
-            " loss, or weight to baseline",
+            f"guests.writers {taught}: weight distill needs teacher.into loss: set that, or weight to baseline",
         )
         learned = next((guest.name for guest in self.writers if guest.weight != "baseline"), None)
         refuse(

@@ -187,8 +187,7 @@ def _completions(group: Rollout, prompt: Prompt, guest: GuestConfig, learner: Le
         )
         refuse(
             learned and not are_tokens,
-            f"{where} has token_ids that are not its completion by the tokenizer of policy.model: set weight to"
-            " baseline",
+            f"{where} has token_ids that are not its completion for policy.model: set weight to baseline",
         )
         if not are_tokens:
             token_ids = _tokenized(prompt, text, end != "length", learner)
@@ -217,12 +216,8 @@ def _are_tokens(ids: Any, text: str, learner: Learner) -> bool:
 
 
 def _fits(ids: Any, logp: Any) -> bool:
-    return (
-        isinstance(ids, list)
-        and isinstance(logp, list)
-        and len(ids) == len(logp) > 0
-        and all(isinstance(x, float | int) and _SMALLEST_LOGP < x <= _LARGEST_LOGP for x in logp)
-    )
+    are_alike = isinstance(ids, list) and isinstance(logp, list) and len(ids) == len(logp) > 0
+    return are_alike and all(isinstance(x, float | int) and _SMALLEST_LOGP < x <= _LARGEST_LOGP for x in logp)
 
 
 def _tokenized(prompt: Prompt, text: str, ends: bool, learner: Learner) -> list[int]:

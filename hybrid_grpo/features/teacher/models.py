@@ -78,8 +78,7 @@ class TeacherModel:
         check_files(own.model, self.model_config, pickled=own.pickled_weights, setting=setting)
         refuse(
             load_tokenizer(own.model, setting).get_vocab() != self._inputs.tokenizer.get_vocab(),
-            f"{setting} {own.model} has a different tokenizer from policy.model {policy.model}: use a teacher of the"
-            " same family of models",
+            f"{setting} {own.model} has another tokenizer than policy.model {policy.model}: take one of its family",
         )
         packs, policy_packs = (
             training_attention(own, config) == ATTENTION for config in (self.model_config, load_config(policy.model))

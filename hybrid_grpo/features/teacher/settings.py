@@ -45,8 +45,7 @@ class TeacherConfig(FeatureConfig):
     """Divergence with `into` loss: `reverse_kl` is KL(policy || teacher), `forward_kl` is KL(teacher || policy), and
     `jsd` is the generalized Jensen-Shannon divergence of GKD."""
     jsd_beta: Annotated[Positive, Lt(1)] = 0.5
-    """Share of the teacher in the mixture of `jsd`: near 0 its gradient is like that of forward_kl, near 1 like that of
-    reverse_kl, but small."""
+    """Share of the teacher in the mixture of `jsd`: near 0 like forward_kl, near 1 like reverse_kl, but small."""
     top_k: Whole = 0
     """Number of most probable tokens that the teacher's distribution distinguishes at each position, with `into` loss.
     All others count as one token, so the divergence is a lower bound. 0: the whole vocabulary, which takes 4 bytes per
@@ -55,8 +54,7 @@ class TeacherConfig(FeatureConfig):
     """Limit of each token's term, in nats: of the absolute difference of log-probabilities (`into` advantage), or of
     the divergence (`into` loss), whose gradient is 0 above it. Default: none."""
     prompt_column: Text | None = None
-    """Column with the teacher's prompt, as text or a chat, such as the question with its solution. Default: the
-    policy's prompt."""
+    """Column with the teacher's prompt, text or chat, such as question and solution. Default: the policy's prompt."""
     offload: Annotated[Switch, MAY_CHANGE] = True
     """Keep the weights of `model` in host memory and read them once per rollout, as for the reference; if false, keep
     them on the devices. In both cases they are sharded over the ranks."""
@@ -120,8 +118,7 @@ class TeacherConfig(FeatureConfig):
         )
         refuse(
             self.is_on and rollout.agent is not None,
-            "teacher reads the prompt and one completion of it, and rollout.agent writes histories of its own: remove"
-            " one of them",
+            "teacher reads the prompt and a completion, and rollout.agent writes histories: remove one of them",
         )
         refuse(
             self.is_on and self.into == "advantage" and bool(config.off_policy_source),
@@ -139,8 +136,7 @@ class TeacherConfig(FeatureConfig):
         open_names = [name for name in names if name not in self.by_source]
         refuse(
             bool(self.by_source) and not open_names and self.model is not None,
-            f"teacher.model {self.model} teaches nothing, since teacher.by_source names a teacher for every source:"
-            " remove one of them",
+            f"teacher.model {self.model} teaches nothing, as teacher.by_source names all sources: remove one",
         )
         refuse(
             bool(self.by_source) and bool(open_names) and self.model is None and self.prompt_column is None,

@@ -101,8 +101,7 @@ class Teacher(Feature):
         self._vocabulary = min(own, *(teacher.vocabulary for teacher in self._teachers))
         refuse(
             settings.top_k >= self._vocabulary,
-            f"teacher.top_k {settings.top_k} is not less than the {self._vocabulary} tokens of the vocabulary: set it"
-            " to 0, which takes all",
+            f"teacher.top_k {settings.top_k} is not below the vocabulary, {self._vocabulary}: set 0, which takes all",
         )
         for teacher in self._teachers:
             teacher.check()

@@ -178,12 +178,8 @@ def sampling_spans(start: float, engine: "Engine") -> list[Span]:
     end = time.perf_counter()
     wait = end - engine.wait_s
     generate, release = start + engine.gather_s, wait - engine.release_s
-    return [
-        ("gather", start, generate),
-        ("generate", generate, release),
-        ("release", release, wait),
-        ("wait", wait, end),
-    ]
+    edges = (start, generate, release, wait, end)
+    return [*zip(("gather", "generate", "release", "wait"), edges[:-1], edges[1:], strict=True)]
 
 
 def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:

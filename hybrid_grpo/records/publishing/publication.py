@@ -32,8 +32,7 @@ _NAMING_FOLDERS = ("config.json", "generation_config.json", "tokenizer_config.js
 
 
 def publish(folder: Path, options: PublishOptionsConfig) -> str:
-    """Publish a model of the run in `folder`, on rank 0, and return the address of the repository, or the folder.
-    Raise UserError if the model cannot be published."""
+    """Publish a run's model on rank 0, and return the address of the repository, or the folder. Raise UserError."""
     address = str(options.folder) if options.hub is None else f"{huggingface_hub.constants.ENDPOINT}/{options.hub}"
     if rank() != 0:
         return address

@@ -48,8 +48,7 @@ def run_id(folder: Path, resumes: bool) -> str:
 
 
 class WandbTracker:
-    """Shows a run on wandb, or, if the mode is offline, writes it to the run's folder. Any of its methods may raise any
-    exception."""
+    """Shows a run on wandb, or, offline, writes it to the run's folder. Any of its methods may raise any exception."""
 
     greeting: str
     """One line that says where the run is shown."""

@@ -46,9 +46,8 @@ def same_answer(stated: str, gold: str) -> bool:
     choice, picked = _CHOICE.match(bare(gold)), _CHOICE.match(bare(stated))
     if choice and picked:
         return set(_LETTER.findall(bare(stated))) == {choice[1]} == {picked[1]}
-    if not UNEVALUATED.search(
-        gold
-    ):  # only the reference is evaluated: a model's own answer could take any time to evaluate
+    # Only the reference is evaluated: a model's own answer could take any time to evaluate.
+    if not UNEVALUATED.search(gold):
         stated = UNEVALUATED.sub(r"\\unevaluated", stated)
     return _same(read_answer(stated), read_answer(gold))
 
@@ -97,11 +96,8 @@ def _same(first: Answer, second: Answer) -> bool:
         case Ratio(), Ratio():
             return not _unlike(a.name, b.name) and _in_ratio(a.parts, b.parts)
         case Ratio(parts=(_, _)), Quantity(sign=""):
-            return (
-                not _unlike(a.name, b.name)
-                and not b.unit.dimensions
-                and _in_ratio(a.parts, (b.expression, constant(1)))
-            )
+            are_alike = not _unlike(a.name, b.name) and not b.unit.dimensions
+            return are_alike and _in_ratio(a.parts, (b.expression, constant(1)))
         case Quantity(), Quantity():
             return _same_number(a, b)
         case Quantity(relation=Relation() as relation), Relation():

@@ -65,8 +65,7 @@ class Row(NamedTuple):
 
 class RewardModel:
     """A reward model and its tokenizer; the weights are read by `load`. Raises ValueError if there is no such model, if
-    it is not a sequence classifier with one or two labels, if it has no tokenizer, or if the settings do not suit
-    it."""
+    it is no sequence classifier with one or two labels, has no tokenizer, or does not suit the settings."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         from hybrid_grpo.data.pictures import ImageStore
@@ -157,8 +156,7 @@ class RewardModel:
 
     def row(self, prompt: PromptText, completion: str, pictures: Sequence[Picture] = ()) -> tuple[Row, int]:
         """Return what the model reads, and the number of tokens that were cut off; see `tokens`. A model that sees
-        nothing reads the text alone. Raises ValueError like `check_pictures`, and if the text does not fit with its
-        pictures."""
+        nothing reads the text alone. Raises ValueError like `check_pictures`, and if pictures do not fit."""
         if not pictures or self._album is None:
             ids, cut = self.tokens(prompt, completion)
             return Row(ids, {}), cut
@@ -173,8 +171,7 @@ class RewardModel:
         return Row(ids, seen), 0
 
     def check_pictures(self) -> None:
-        """Raise ValueError if the model sees, but cannot be given a prompt with pictures, or UserError without a
-        processor."""
+        """Raise ValueError if the model sees, but takes no prompts with pictures, or UserError without a processor."""
         if self._album is None:
             return
         if self.settings.template == "text":

@@ -134,8 +134,7 @@ class _Endpoint:
 
 
 async def body_of(request: Request, limit: int, timeout_s: float) -> bytes:
-    """Return the body of a request. Raises HTTPException if it has more than `limit` bytes, or does not arrive in
-    `timeout_s` seconds."""
+    """Return a request's body. Raises HTTPException if it exceeds `limit` bytes, or takes over `timeout_s` seconds."""
     too_large = HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have at most {limit} bytes")
     if int(request.headers.get("content-length", 0)) > limit:
         raise too_large

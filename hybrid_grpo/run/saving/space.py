@@ -46,7 +46,6 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
 
 
 def has_memory(bytes_: int) -> bool:
-    """Return whether this rank's share of free host memory holds so many bytes, and what the process has given back of
-    its largest memory so far, which it may need again."""
+    """Return whether this rank's share of host memory holds so many bytes, and what the process may need again."""
     given_back = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - psutil.Process().memory_info().rss
     return bytes_ + max(0, given_back) <= host_free_bytes() // local_ranks()

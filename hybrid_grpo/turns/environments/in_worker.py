@@ -60,20 +60,15 @@ class EnvironmentEntry:
             raise UserError(f"{setting}: making an environment raised {describe(error, None)}") from error
         refuse(
             any(base.__module__.startswith("openenv.") for base in kind.__mro__),
-            f"{setting} is openenv's {kind.__name__}, whose turns are not text: give a class with reset and step around"
-            " it",
+            f"{setting} is openenv's {kind.__name__}, whose turns are not text: wrap it in one with reset and step",
         )
         methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
         refuse(
             "reset" not in methods, f"{setting} has no method reset: an environment has one, which may return nothing"
         )
         tools, reset = _tools(methods, setting), inspect.signature(methods["reset"])
-        schema = {
-            "steps": not tools,
-            "silent": reset.return_annotation in (None, "None"),
-            "tools": tools,
-            "shows": shows_pictures(kind),
-        }
+        silent = reset.return_annotation in (None, "None")
+        schema = {"steps": not tools, "silent": silent, "tools": tools, "shows": shows_pictures(kind)}
         needed = [
             parameter.name
             for parameter in list(reset.parameters.values())[1:]
@@ -104,12 +99,8 @@ def _reward(value: Any, method: str = "it") -> float | None:
 
 
 def _checked_state(state: Any) -> dict[str, Any]:
-    return {
-        "place": checked_text(state["place"]),
-        "class": checked_text(state["class"]),
-        "attributes": _checked_texts(state["attributes"]),
-        "missing": _checked_texts(state["missing"]),
-    }
+    texts = {name: checked_text(state[name]) for name in ("place", "class")}
+    return {**texts, **{name: _checked_texts(state[name]) for name in ("attributes", "missing")}}
 
 
 def _checked_texts(texts: Any) -> dict[str, str]:

@@ -6,10 +6,13 @@ The model reads the return value, or the message of the exception that the funct
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -17,11 +20,13 @@ from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.user_code import describe, import_object
 from hybrid_grpo.distributed.workers.calls import Call, Failure, Interface, Reply, failed, raised
 from hybrid_grpo.distributed.workers.messages import LONGEST_TEXT
+from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 from hybrid_grpo.turns.observations import Unreadable, observed, received, sent, shows_pictures
-from hybrid_grpo.turns.tools import builtins
 
-BUILTINS = ("calculator", "python")
-"""Tools that a configuration names without a path."""
+_LONGEST = 1_000
+"""Maximum number of characters in an expression, which bounds the time and the nesting of brackets."""
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_PROGRAM_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class ToolEntry:
     def _function(self, setting: str) -> Callable[..., Any]:
         name = self.function
         if name in BUILTINS:
-            function: Callable[..., Any] = getattr(builtins, name)
+            function: Callable[..., Any] = BUILTINS[name]
         else:
             own = "one of your own is path/to/file.py:function or package.module:function"
             refuse(":" not in name, f"{setting} is not a built-in: {did_you_mean(name, BUILTINS)}; {own}")
@@ -134,7 +139,55 @@ def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise UserError(
-            f"{setting} cannot be described to the model: {describe(error, None)}: give every argument a type hint and"
-            " a line in the docstring's Args"
+            f"{setting} cannot be described to the model: {describe(error, None)}: complete type hints and Args"
         ) from error
     return schema
+
+
+def calculator(expression: str) -> str:
+    """
+    Calculate the value of an arithmetic expression.
+
+    Args:
+        expression: numbers, + - * / and brackets, such as (3 + 4.5) * 2
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"the expression has more than {_LONGEST} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, KeyError, RecursionError, MemoryError):
+        raise ValueError("not an expression of numbers, + - * / and brackets") from None
+    return str(value) if value.denominator == 1 else f"{float(value):.12g}"
+
+
+def _value(node: ast.AST) -> Fraction:
+    """Return the exact value of a syntax tree; raises KeyError for anything but numbers and the four operations."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if not isinstance(node, ast.BinOp):
+        raise KeyError(node)
+    value: Fraction = _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    return value
+
+
+def python(code: str) -> str:
+    """
+    Run a program in Python, and give back what it prints.
+
+    Args:
+        code: the program; it has no network, and no files but its own.
+    """
+    # Late: only processes that run programs need it.
+    from hybrid_grpo.rewards.code.code_tests import own_sandbox
+
+    result = own_sandbox(tuple(PROTECTIONS)).run(code, "", Limits(timeout_s=_PROGRAM_S))
+    if result.end == "exited" and result.status == 0:
+        return result.stdout
+    why = result.stderr.strip().splitlines()[-1:] if result.end == "exited" else [f"ended by {result.end}"]
+    return "\n".join(filter(None, [result.stdout, *why]))
+
+
+BUILTINS = {"calculator": calculator, "python": python}
+"""Tools that a configuration names without a path."""

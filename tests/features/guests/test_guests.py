@@ -216,7 +216,7 @@ def test_a_model_captures_its_graphs_once_and_is_planned_with_the_memory_it_keep
     ({"token_logp": [-1.0, -1.0, 0.5]}, "has no token_ids and token_logp of equal length"),
     ({"token_logp": [-1.0, -1.0, -(10**400)]}, "has no token_ids and token_logp of equal length"),
     ({"token_logp": [-1.0, -1.0, "x"]}, "has no token_ids and token_logp of equal length"),
-    ({"completion": "ba"}, "has token_ids that are not its completion by the tokenizer of policy.model"),
+    ({"completion": "ba"}, "has token_ids that are not its completion for policy.model"),
     ({"token_ids": [*ids("ab"), 10**6]}, "has token_ids that are not its completion"),
     ({"token_ids": [*ids("ab"), len(char_tokenizer())]}, "has token_ids that are not its completion"),
     ({"completion": "abcd", "token_ids": ids("abcd", "<eos>"), "token_logp": [-1.0] * 5},
