@@ -304,16 +304,10 @@ class Trainer(Stage):
 
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
-        split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
+        split, grpo = partial(self.micro_batches, rollout), self.config.grpo
+        limit, on_policy = self.config.rollout.max_completion_tokens, self.starts_on_policy
         return optimizer_steps(
-            rollout,
-            signals,
-            split,
-            self.config.grpo,
-            limit,
-            self.sum_over_ranks,
-            self.max_over_ranks,
-            starts_on_policy=self.starts_on_policy,
+            rollout, signals, split, grpo, limit, self.sum_over_ranks, self.max_over_ranks, starts_on_policy=on_policy
         )
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:

@@ -24,14 +24,8 @@ def counted(work) -> int:
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("llama", {}),
-        ("gemma2", WIDE),
-        ("glm4", {}),
-        ("gpt2", {}),
-        ("qwen3_moe", {}),
-        ("gemma4_text", WIDE),
+        *((name, {}) for name in ("qwen2", "qwen3", "llama", "glm4", "gpt2", "qwen3_moe")),
+        *((name, WIDE) for name in ("gemma2", "gemma4_text")),
     ],
 )
 def test_a_step_of_training_and_of_decoding_cost_what_torch_counts(architecture, changes):
