@@ -39,17 +39,9 @@ def test_without_warm_up_and_past_the_end():
 
 def test_sampling_is_that_of_the_configuration_and_greedy_keeps_what_ends_a_completion():
     config = RolloutConfig(
-        max_completion_tokens=9,
-        min_completion_tokens=2,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        logit_bias={"3": -1.0, "0": 2.0},
-        stop_strings=["x", "\n\n"],
-        logprobs="sampling",
-    )
+        max_completion_tokens=9, min_completion_tokens=2, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1,
+        repetition_penalty=1.2, logit_bias={"3": -1.0, "0": 2.0}, stop_strings=["x", "\n\n"], logprobs="sampling",
+    )  # fmt: skip
     ends = {"max_tokens": 9, "min_tokens": 2, "stop_ids": (4, 7), "stop_strings": ("x", "\n\n")}
     filters = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": ((3, -1.0), (0, 2.0))}
     assert sampling_of(config, (4, 7)) == Sampling(temperature=0.7, logprobs="sampling", **ends, **filters)

@@ -29,7 +29,8 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     in_c = usable(like)
     kernel = "C kernels" if in_c else "flash-attn" if has_flash(like) else "torch's varlen_attn"
     packed = kernel if in_c or not sinks else "torch's varlen_attn"
-    trains = packed if in_c or has_ragged_kernel(like, softcap, sinks) else "torch, one sequence after another"
+    slow = "torch, on padded sequences" if on_gpu(device) else "torch, one sequence after another"
+    trains = packed if in_c or has_ragged_kernel(like, softcap, sinks) else slow
     ways = {"training": trains if training == ATTENTION else f"transformers' {training}"}
     if paged and in_c:
         ways["decoding"] = "products with latents" if getattr(text, "kv_lora_rank", None) else kernel

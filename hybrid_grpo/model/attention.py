@@ -138,6 +138,9 @@ class Segments:
             gathered, begins, longest = self._lengths
             keys, values = (k, v) if gathered is None else (gathered(k), gathered(v))
             out = ragged_attention(q, keys, values, begins, longest, options)
+        elif on_gpu(self._device):
+            buckets, in_order = self._buckets
+            out = in_order(torch.cat([bucket.attend(q, k, v, options) for bucket in buckets]))
         else:
             out = self._one_by_one(q, k, v, options)
         if self._blocks is not None and (options.window or not self._blocks.windows_only):
@@ -168,23 +171,31 @@ class Segments:
         before = sum(before for *_, before in rows)
         return upload(np.array(rows, dtype=np.int64), self._device), longest, before
 
+    @cached_property
+    def _buckets(self) -> tuple[list[_Bucket], Selection]:
+        """The segments by the powers of two of their numbers of queries and keys, and what puts their tokens in order.
+        So padding at most doubles either number, and a GPU has few calls."""
+        alike: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for own, prefix in zip(self._own, self._prefix, strict=True):
+            size = own[1].bit_length(), (own[1] + prefix[1]).bit_length()
+            alike.setdefault(size, []).append((*own, *prefix))
+        buckets = [_Bucket(rows, self._device) for rows in alike.values()]
+        tokens = np.concatenate([bucket.tokens for bucket in buckets])
+        return buckets, Selection(np.argsort(tokens), self._device)
+
     def _one_by_one(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        window = options.window
-        # Split rather than sliced: the gradient of a slice is as large as the whole row.
-        q = query.split([length for _, length in self._own])
-        pieces = sorted({*self._own, *(prefix for prefix in self._prefix if prefix[1])})
-        k, v = (tensor.split([length for _, length in pieces]) for tensor in (key, value))
-        number_at = {start: number for number, (start, _) in enumerate(pieces)}
+        queries = [length for _, length in self._own]
+        keys = [before + length for (_, before), length in zip(self._prefix, queries, strict=True)]
+        gathered = self._lengths[0]
+        key, value = (x if gathered is None else gathered(x) for x in (key, value))
         rows = []
-        for i, (start, before) in enumerate(self._prefix):
-            seen = [number_at[start], i] if before else [i]
-            keys, values = (torch.cat([pieces[number] for number in seen]) for pieces in (k, v))
-            allowed = None
-            if before or 0 < window < len(keys):
-                allowed = torch.ones(len(q[i]), len(keys), dtype=torch.bool, device=self._device).tril(before)
-                allowed = allowed.triu(before - window + 1) if window else allowed
-            queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q[i], keys, values))
-            rows.append(attend(queries, keys, values, allowed, options)[0].transpose(0, 1))
+        # Split rather than sliced: the gradient of a slice is as large as the whole row.
+        for parts in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
+            q, k, v = (part.transpose(0, 1)[None] for part in parts)
+            before, allowed = k.shape[2] - q.shape[2], None
+            if before or 0 < options.window < k.shape[2]:
+                allowed = _seen(torch.arange(before, k.shape[2], device=q.device), k.shape[2], options.window)
+            rows.append(attend(q, k, v, allowed, options)[0].transpose(0, 1))
         return torch.cat(rows)
 
     @cached_property
@@ -203,3 +214,36 @@ class Segments:
             )
             gathered = Selection(index, self._device)
         return gathered, (query_begins, key_begins), (max(queries), max(keys))
+
+
+class _Bucket:
+    """Segments that attend in one call of torch, padded to the longest of them.
+
+    `segments` are starts and lengths of their own tokens and of their prefixes; `tokens` are all their own tokens.
+    """
+
+    def __init__(self, segments: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        start, length, first, before = np.array(segments).T[..., None]
+        # Padding repeats the last query and the last key: no query is without keys, and none sees the padding.
+        query_SQ = np.minimum(np.arange(length.max()), length - 1)
+        key_SK = np.minimum(np.arange((before + length).max()), before + length - 1)
+        index_SK = np.where(key_SK < before, first + key_SK, start + key_SK - before)
+        real_SQ = np.arange(length.max()) < length
+        self.tokens = (start + query_SQ)[real_SQ]
+        self._segments, self._keys = len(segments), key_SK.shape[1]
+        self._query, self._key = (Selection(index.ravel(), device) for index in (start + query_SQ, index_SK))
+        self._real, self._position_SQ = Selection(np.flatnonzero(real_SQ), device), upload(before + query_SQ, device)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """Return the attention [N, heads, d] of `tokens`, given the queries, keys and values of the whole row."""
+        taken = self._query(query), self._key(key), self._key(value)
+        q, k, v = (x.unflatten(0, (self._segments, -1)).transpose(1, 2) for x in taken)
+        allowed = _seen(self._position_SQ, self._keys, options.window)[:, None]
+        return self._real(attend(q, k, v, allowed, options).transpose(1, 2).flatten(0, 1))
+
+
+def _seen(position: Tensor, keys: int, window: int) -> Tensor:
+    """Return which of the first `keys` keys the queries at some positions see; bool, [*position.shape, keys]."""
+    place = torch.arange(keys, device=position.device)
+    seen = place <= position[..., None]
+    return seen & (place > position[..., None] - window) if window else seen

@@ -102,7 +102,7 @@ def test_packed_rows_of_training(monkeypatch, architecture):
     completions = [ids[: 2 + row % 5] or [1] for row, ids in enumerate(reversed(rows))]
     [micro] = pack(TokenRow.of(rows, completions), 10_000, torch.device("cpu"), share="on")
 
-    calls, attend, one_by_one = [], attention.Segments.attend, attention.Segments._one_by_one
+    calls, attend, padded = [], attention.Segments.attend, attention._Bucket.attend
     monkeypatch.setattr(attention.Segments, "attend", lambda *given: calls.append(given) or attend(*given))
 
     def run():
@@ -113,7 +113,7 @@ def test_packed_rows_of_training(monkeypatch, architecture):
 
     plain_N, plain_gradient = run()
     plainly = []
-    monkeypatch.setattr(attention.Segments, "_one_by_one", lambda *given: plainly.append(1) or one_by_one(*given))
+    monkeypatch.setattr(attention._Bucket, "attend", lambda *given: plainly.append(1) or padded(*given))
     for flash, kernel in (
         (True, gpu_attention.varlen_attn),
         (False, gpu_attention.varlen_attn),
@@ -198,9 +198,9 @@ def test_which_attention_runs_is_said(monkeypatch, tmp_path):
         "flash": "training by flash-attn, decoding by a Triton kernel",
         "sinks": "training by torch's varlen_attn, decoding by a Triton kernel",
         "torch": "training by torch's varlen_attn",
-        "wide": f"training by torch, one sequence after another{slow}heads of 264 numbers are wider than 256",
-        "float32": f"training by torch, one sequence after another{slow}set policy.dtype: bfloat16",
-        "caps": f"training by torch, one sequence after another{slow}{cure}",
+        "wide": f"training by torch, on padded sequences{slow}heads of 264 numbers are wider than 256",
+        "float32": f"training by torch, on padded sequences{slow}set policy.dtype: bfloat16",
+        "caps": f"training by torch, on padded sequences{slow}{cure}",
         "2.11": "training by torch's varlen_attn, decoding by a Triton kernel",
     }
 

@@ -1,12 +1,15 @@
 """Packed forwards, with and without a shared prompt, against the model's own on one row at a time."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import ARCHITECTURES, MORE_ATTENTION, build, tiny_config
 
 from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.sidecars import TokenRow
@@ -14,6 +17,14 @@ from hybrid_grpo.model.upload import Selection
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
+
+
+@pytest.fixture(params=["kernels", "torch", "gpu"])
+def by(request, monkeypatch):
+    """Who computes: the kernels, torch on a CPU, or torch as on a GPU that has no kernel."""
+    if request.param != "kernels":
+        request.getfixturevalue("torch_only")
+    monkeypatch.setattr(attention, "on_gpu", lambda _: request.param == "gpu")
 
 
 def rollout(groups=3, size=4, seed=0):
@@ -55,6 +66,14 @@ def gradients(model):
     return found
 
 
+def assert_same_gradients(own, packed):
+    theirs, mine = gradients(own), gradients(packed)
+    assert mine.keys() == theirs.keys()
+    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        assert torch.allclose(mine[name], gradient, atol=5e-5 * largest), name
+
+
 @pytest.mark.parametrize("share", ["on", "off"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES + MORE_ATTENTION)
 def test_packed_scores_and_gradients_are_those_of_the_models_own_forward(architecture, share, by):
@@ -69,11 +88,7 @@ def test_packed_scores_and_gradients_are_those_of_the_models_own_forward(archite
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.allclose(mine, theirs, atol=2e-5)
     weighted(found).backward()
-    theirs, mine = gradients(own), gradients(packed)
-    assert mine.keys() == theirs.keys()
-    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
-    for name, gradient in theirs.items():
-        assert torch.allclose(mine[name], gradient, atol=5e-5 * largest), name
+    assert_same_gradients(own, packed)
 
 
 def test_padded_rows_score_the_same():
@@ -95,6 +110,26 @@ def test_windows_are_seen_across_the_end_of_a_shared_prompt(by):
     [micro] = pack(TokenRow.of([prompt] * 3, completions), 1000, CPU, share="on")
     found = scored(LogprobModel(packed), [micro])
     assert all(torch.allclose(mine, theirs, atol=2e-5) for mine, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "mistral"])
+def test_segments_of_like_lengths_attend_in_one_call_on_a_gpu(architecture, torch_only, monkeypatch):
+    """In float32, where a GPU has no kernel, each of a tree's segments had a call of its own."""
+    monkeypatch.setattr(attention, "on_gpu", lambda _: True)
+    config, rng = tiny_config(architecture), random.Random(1)
+    own, packed = build(config), build(config, ATTENTION)
+    turns = [[rng.randrange(1, 60) for _ in range(length)] for length in (9, 8, 12)]
+    prompts = [[token for turn in turns[: 1 + row % 3] for token in turn] for row in range(48)]
+    completions = [[rng.randrange(60) for _ in range(rng.randint(16, 31))] for _ in prompts]
+    [micro] = pack(TokenRow.of(prompts, completions), 10_000, CPU, share="on")
+    with patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as calls:
+        found = scored(LogprobModel(packed), [micro])
+    assert calls.call_count <= 6 * config.num_hidden_layers
+    expected = own_logprobs(own, prompts, completions)
+    assert all(torch.allclose(mine, theirs, atol=2e-5) for mine, theirs in zip(found, expected, strict=True))
+    weighted(found).backward()
+    weighted(expected).backward()
+    assert_same_gradients(own, packed)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma4_text"])

@@ -204,16 +204,8 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = ["messages", "tools", "role", "content", "tool_calls", "function", "name", "arguments", "id", "token_ids"]
-NAMES += [
-    "sampling_params",
-    "temperature",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "max_tokens",
-    "tool_choice",
-    "response_format",
-]
+NAMES += ["sampling_params", "temperature", "n", "stop", "stop_token_ids", "max_tokens", "tool_choice"]
+NAMES += ["response_format"]
 BODIES = st.dictionaries(st.sampled_from(NAMES), JSON | st.dictionaries(st.sampled_from(NAMES), JSON), max_size=6)
 
 

@@ -19,19 +19,8 @@ class SegmentAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments_S4: Tensor,
-        longest: int,
-        before: int,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+        segments_S4, longest, before, scale, window, softcap, sinks = args
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2])
         ctx.sizes = (len(segments_S4), longest, query.shape[1], key.shape[1], query.shape[2], window, scale, softcap)

@@ -101,14 +101,10 @@ def decode_attention(
     n, heads, _, d = query.shape
     out = query.new_empty(n, 1, heads, d)
     run(
-        "decode_attention",
-        out,
-        *(query, query.stride(0), query.stride(1)),
-        *(key, key.stride(0), key.stride(1)),
-        *(value, value.stride(0), value.stride(1)),
-        *(keys, values, table, position),
-        *(n, heads, key.shape[1], d, keys.shape[1], table.stride(0), window, scale, softcap, sinks),
-    )
+        "decode_attention", out, query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
+        value, value.stride(0), value.stride(1), keys, values, table, position,
+        n, heads, key.shape[1], d, keys.shape[1], table.stride(0), window, scale, softcap, sinks,
+    )  # fmt: skip
     return out
 
 

@@ -101,15 +101,7 @@ CASES = [
     # A reward in an attribute, async methods, and an observation at the end of the prompt.
     ("echo", {}, [call("echo", message="hey"), "hey"], ["hey"], "stop", "reward_func", 3.0),
     # A game that is over, and is played on: the model is told.
-    (
-        "wordle",
-        {},
-        [call("guess", word=w) for w in ("aaa", "cab")] + [call("guess", word="x"), "."],
-        WORDLE,
-        "stop",
-        "reward_func",
-        1.0,
-    ),
+    ("wordle", {}, [*(call("guess", word=w) for w in ("aaa", "cab", "x")), "."], WORDLE, "stop", "reward_func", 1.0),
     # `get_reward`, and a tool of the name `step`; two calls in a turn are carried out in their order.
     ("owner", {"goal": 3}, [call("step", by=1) + call("step", by=2), "there"], ["at 1", "at 3"], "stop", None, 1.0),
     ("owner", {"goal": 3}, ["I do nothing"], [], "stop", None, 0.0),

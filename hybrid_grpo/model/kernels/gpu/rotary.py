@@ -88,16 +88,11 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> t
     block = triton.next_power_of_2(half)
     q_heads, k_heads = (min(triton.next_power_of_2(count), max(1, _TILE // block)) for count in (heads, kv))
     launch(
-        _rotate,
-        (rows * length,),
-        *(q_out, k_out, q, k, cos, sin, *strides, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
-        *(length, heads, kv, half, d),
-        BACK=back,
-        HEADS=q_heads,
-        KV=k_heads,
-        BLOCK=block,
-        num_warps=max(1, q_heads * block // 256),
-    )
+        _rotate, (rows * length,),
+        q_out, k_out, q, k, cos, sin, *strides, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1),
+        length, heads, kv, half, d,
+        BACK=back, HEADS=q_heads, KV=k_heads, BLOCK=block, num_warps=max(1, q_heads * block // 256),
+    )  # fmt: skip
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
 

@@ -106,12 +106,8 @@ def rotate_and_store(
     heads = qkv.shape[1] // d - 2 * kv
     q_norm, k_norm = norms or (qkv, qkv)
     launch(
-        _rotate_and_store,
-        (len(qkv), triton.cdiv(heads + 2 * kv, _HEADS)),
-        *(qkv, q_norm, k_norm, rope, rotary_n, position_n, table_nw, table_nw.stride(0), keys, values),
-        *(epsilon, heads, kv, d, page),
-        NORM=norms is not None,
-        HEADS=_HEADS,
-        BLOCK=triton.next_power_of_2(d // 2),
-        num_warps=2,
-    )
+        _rotate_and_store, (len(qkv), triton.cdiv(heads + 2 * kv, _HEADS)),
+        qkv, q_norm, k_norm, rope, rotary_n, position_n, table_nw, table_nw.stride(0), keys, values,
+        epsilon, heads, kv, d, page,
+        NORM=norms is not None, HEADS=_HEADS, BLOCK=triton.next_power_of_2(d // 2), num_warps=2,
+    )  # fmt: skip

@@ -190,18 +190,12 @@ def sample(
     token_n, logp_n = key_n.new_empty(n), torch.empty(n, dtype=torch.float32, device=logits_nV.device)
     kept_logp_n, lowest_n = torch.empty_like(logp_n), torch.empty_like(logp_n)
     launch(
-        _sample,
-        (n,),
-        *(token_n, logp_n, kept_logp_n, lowest_n, logits_nV, logits_nV.stride(0), vocabulary, key_n, counter_n),
-        *(inverse_temperature, top_k, top_p, least_weight),
-        TOP_K=0 < top_k < vocabulary,
-        TOP_P=top_p < 1 << 23,
-        GREEDY=greedy,
-        BITS=16 if logits_nV.dtype == torch.bfloat16 else 32,
-        BLOCK=_BLOCK,
-        BLOCKS=triton.next_power_of_2(triton.cdiv(vocabulary, _BLOCK)),
-        SEARCH_BLOCK=_SEARCH_BLOCK,
-        num_warps=16,
-    )
+        _sample, (n,),
+        token_n, logp_n, kept_logp_n, lowest_n, logits_nV, logits_nV.stride(0), vocabulary, key_n, counter_n,
+        inverse_temperature, top_k, top_p, least_weight,
+        TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1 << 23, GREEDY=greedy,
+        BITS=16 if logits_nV.dtype == torch.bfloat16 else 32, BLOCK=_BLOCK,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(vocabulary, _BLOCK)), SEARCH_BLOCK=_SEARCH_BLOCK, num_warps=16,
+    )  # fmt: skip
     # Filters keep every token that is at least as probable as another that they keep.
     return token_n, logp_n, kept_logp_n, logits_nV >= lowest_n[:, None] if names_kept else None

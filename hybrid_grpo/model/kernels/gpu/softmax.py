@@ -94,10 +94,8 @@ def gradient(
     """Compute `model.softmax.softmax_gradient` of a tile, and write it to `out`, which may be the tile itself."""
     rows, columns = logits.shape
     launch(
-        _gradient,
-        (rows, triton.cdiv(columns, _BLOCK)),
-        *(out, out.stride(0), logits, logits.stride(0), normalizer_N, target_N, entropy_N, dlogp_N),
-        *(dlogp_N if dentropy_N is None else dentropy_N, first, columns, 1 / temperature),
-        ENTROPY=dentropy_N is not None,
-        BLOCK=_BLOCK,
-    )
+        _gradient, (rows, triton.cdiv(columns, _BLOCK)),
+        out, out.stride(0), logits, logits.stride(0), normalizer_N, target_N, entropy_N, dlogp_N,
+        dlogp_N if dentropy_N is None else dentropy_N, first, columns, 1 / temperature,
+        ENTROPY=dentropy_N is not None, BLOCK=_BLOCK,
+    )  # fmt: skip

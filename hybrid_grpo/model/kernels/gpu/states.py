@@ -168,14 +168,10 @@ def causal_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | 
     (n, channels), size = x.shape, weight.shape[1]
     out = torch.empty(n, channels, dtype=x.dtype, device=x.device)
     launch(
-        _convolve,
-        (n, triton.cdiv(channels, _CHANNELS)),
-        *(out, x, state, weight, weight if bias is None else bias),
-        *(x.stride(0), channels),
-        **{"BIAS": bias is not None, "SILU": silu},
-        **{"SIZE": size, "TAPS": triton.next_power_of_2(size)},
-        BLOCK=_CHANNELS,
-    )
+        _convolve, (n, triton.cdiv(channels, _CHANNELS)),
+        out, x, state, weight, weight if bias is None else bias, x.stride(0), channels,
+        BIAS=bias is not None, SILU=silu, SIZE=size, TAPS=triton.next_power_of_2(size), BLOCK=_CHANNELS,
+    )  # fmt: skip
     return out
 
 
@@ -195,13 +191,10 @@ def delta_rule(
     values = _part(keys, dv)
     out = torch.empty(n, heads, dv, dtype=value.dtype, device=value.device)
     launch(
-        _delta,
-        (n, heads, triton.cdiv(dv, values)),
-        *(out, state, query, key, value, log_decay, beta),
-        *(query.stride(0), key.stride(0), value.stride(0), dk**-0.5, heads, dk, dv),
-        **{"UNIT": unit, "BY_CHANNEL": log_decay.dim() == 3},
-        **{"GROUP": heads // key_heads, "KEYS": keys, "VALUES": values},
-    )
+        _delta, (n, heads, triton.cdiv(dv, values)), out, state, query, key, value, log_decay, beta,
+        query.stride(0), key.stride(0), value.stride(0), dk**-0.5, heads, dk, dv,
+        UNIT=unit, BY_CHANNEL=log_decay.dim() == 3, GROUP=heads // key_heads, KEYS=keys, VALUES=values,
+    )  # fmt: skip
     return out
 
 
@@ -220,11 +213,8 @@ def selective_update(
     rows = _part(numbers, d)
     out = torch.empty(n, heads, d, dtype=x.dtype, device=x.device)
     launch(
-        _mamba,
-        (n, heads, triton.cdiv(d, rows)),
-        *(out, state, x, step, a, b, c, a if skip is None else skip),
-        *(x.stride(0), b.stride(0), c.stride(0), heads, d, size),
-        **{"SKIP": skip is not None, "BY_CHANNEL": a.dim() == 3},
-        **{"GROUP": heads // groups, "ROWS": rows, "SIZE": numbers},
-    )
+        _mamba, (n, heads, triton.cdiv(d, rows)), out, state, x, step, a, b, c, a if skip is None else skip,
+        x.stride(0), b.stride(0), c.stride(0), heads, d, size,
+        SKIP=skip is not None, BY_CHANNEL=a.dim() == 3, GROUP=heads // groups, ROWS=rows, SIZE=numbers,
+    )  # fmt: skip
     return out
