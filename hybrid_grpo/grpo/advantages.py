@@ -51,8 +51,7 @@ def token_advantages(
 
     Returns:
         The advantages, float32 [B, T] on the CPU, undefined after the end of a completion, and 0 in groups of one; and
-        the mean length penalty. Raises RunStopped if functions score steps, and `combine_rewards` is normalize or
-        `baseline` is best_other.
+        the mean length penalty. Raises RunStopped where settings are not defined for rewards of steps or parts.
     """
     group_size = rollout.num_generations
     if group_size == 1:
@@ -62,16 +61,7 @@ def token_advantages(
     has_more = any(len(of) > len(its) > 0 for of, its in zip(scores.steps or (), parts, strict=False))
     found = torch.tensor([int(scores.steps is not None), int(any(parts)), int(has_more)])
     scores_steps, has_parts, has_more = map(bool, sum_over_ranks(found).tolist())
-    if (scores_steps or has_parts) and grpo.combine_rewards == "normalize":
-        raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
-    if scores_steps and grpo.baseline == "best_other":
-        raise RunStopped("grpo.baseline best_other is not defined for rewards of steps: set it to mean")
-    if has_more:
-        raise RunStopped(
-            "rewards: a function scores steps of episodes that have several rewards: let it return numbers"
-        )
-    if has_parts and grpo.baseline == "optimal":
-        raise RunStopped("grpo.baseline optimal is not defined for several rewards of an episode: set it to mean")
+    _refuse_undefined(grpo, scores_steps, has_parts, has_more)
     reward_B, numbers = penalized_rewards(rollout, scores, grpo, max_completion_tokens, weights)
     if kl_BT is not None:
         reward_B = reward_B - beta * kl_BT.sum(1).double().cpu()
@@ -93,6 +83,19 @@ def token_advantages(
             steps, lengths, group_size, scale=scale, sum_over_ranks=sum_over_ranks, discount=grpo.step_discount
         )
     return advantages_BT, numbers
+
+
+def _refuse_undefined(grpo: GrpoConfig, scores_steps: bool, has_parts: bool, has_more: bool) -> None:
+    """Raise RunStopped for settings that are not defined for rewards of steps or parts, or if a function scores steps
+    of completions that have parts (`has_more`)."""
+    if (scores_steps or has_parts) and grpo.combine_rewards == "normalize":
+        raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
+    if scores_steps and grpo.baseline == "best_other":
+        raise RunStopped("grpo.baseline best_other is not defined for rewards of steps: set it to mean")
+    if has_parts and grpo.baseline == "optimal":
+        raise RunStopped("grpo.baseline optimal is not defined for several rewards of an episode: set it to mean")
+    if has_more:
+        raise RunStopped("rewards: a function scores steps of episodes with several rewards: let it return numbers")
 
 
 def penalized_rewards(
