@@ -135,10 +135,6 @@ class Policy:
         """Learning rate of the next optimizer step."""
         return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
 
-    def scale_lr(self, lr_scale: float) -> None:
-        """Set the factor on the schedule's learning rate from now on, in place of an earlier one."""
-        self.lr_scale = lr_scale
-
     def state_dict(self) -> dict[str, Any]:
         """The state that the engine's checkpoint does not hold."""
         return {name: getattr(self, name) for name in _COUNTERS}

@@ -145,11 +145,7 @@ def prompts_of(
 
 
 def _read_all(
-    rows: list[Row],
-    source: Source,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    album: ImageStore | None,
+    rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: ImageStore | None
 ) -> list[Prompt]:
     seen = None if album is None else (album, source.folder)
 

@@ -69,7 +69,6 @@ def meeting() -> Iterator[None]:
     """A context for starting the process group. Prints a line if this rank waits long for the others, in case they were
     never started. Raises UserError if the ranks do not find each other, or NCCL does not start."""
     facts = ", ".join(f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
     line = f"hybrid-grpo: waiting for the other ranks ({facts})"
     notice = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     notice.daemon = True
@@ -133,14 +132,9 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tens
     return tensor
 
 
-def sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """Return the sum over ranks, on the CPU; the collective takes place on `device`."""
-    return all_reduce(values.to(device)).cpu()
-
-
-def max_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """Return the elementwise maximum over ranks, on the CPU; the collective takes place on `device`."""
-    return all_reduce(values.to(device), "max").cpu()
+def reduced(values: Tensor, device: torch.device, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """Return the elementwise sum or maximum over ranks, on the CPU; the collective takes place on `device`."""
+    return all_reduce(values.to(device), op).cpu()
 
 
 def gather_objects(value: Any) -> list[Any] | None:
@@ -196,44 +190,40 @@ def exchange_objects(values: Sequence[Any], device: torch.device) -> list[Any]:
     return [values[own] if of == own else pickle.loads(part.numpy().data) for of, part in enumerate(parts)]
 
 
+def store(name: str) -> dist.Store:
+    """Return what ranks share under a name without collectives: keys and values, and counters."""
+    if world_size() == 1:
+        return dist.HashStore()
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
 class Board:
     """Shows every rank what each has posted last, without waiting for anyone. The ranks create it with the same name,
     and close it after a collective."""
 
     def __init__(self, name: str) -> None:
-        self._values: dict[int, Any] = {}
-        self._posts = 0
-        self._store = None
-        if world_size() > 1:
-            self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._store, self._values, self._posts = store(name), dict[int, Any](), 0
 
     def post(self, value: Any) -> None:
         """Replace what this rank has posted; `value` is one that JSON can hold."""
-        self._values[rank()] = value
-        if self._store is not None:
-            self._store.set(str(rank()), json.dumps(value))
-            self._store.add("posts", 1)
+        self._store.set(str(rank()), json.dumps(value))
+        self._store.add("posts", 1)
 
     def read(self) -> list[Any]:
         """Return what the ranks that have posted anything have posted last, in rank order."""
-        if self._store is not None and (posts := self._store.add("posts", 0)) > self._posts:
+        if (posts := self._store.add("posts", 0)) > self._posts:
             self._posts = posts
             for other in range(world_size()):
-                if other != rank() and self._store.check([str(other)]):
+                if self._store.check([str(other)]):
                     self._values[other] = json.loads(self._store.get(str(other)))
         return [self._values[other] for other in sorted(self._values)]
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.delete_key(str(rank()))
+        self._store.delete_key(str(rank()))
 
 
 def from_first_rank(value: T) -> T:
-    if world_size() == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    return all_gather_objects(value)[0]
 
 
 def barrier() -> None:

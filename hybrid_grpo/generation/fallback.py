@@ -94,12 +94,7 @@ class _Batches:
 
 
 def generate(
-    model: Any,
-    requests: list[Request],
-    sampling: Sampling,
-    callbacks: Callbacks | None = None,
-    *,
-    max_slots: int = 256,
+    model: Any, requests: list[Request], sampling: Sampling, callbacks: Callbacks | None = None, *, max_slots: int = 256
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request as `generate` in loop.py does; see there for the other arguments and the result.
 

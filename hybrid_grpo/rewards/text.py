@@ -45,11 +45,7 @@ _ITEM = re.compile(r"^[ \t]{0,8}\(?([A-Z])[).:]{1,2}[ \t]", re.MULTILINE)
 
 
 def multiple_choice(
-    completions: Completions,
-    answer: list[Any],
-    choices: list[Any] | None = None,
-    *,
-    log_extra: LogExtra | None = None,
+    completions: Completions, answer: list[Any], choices: list[Any] | None = None, *, log_extra: LogExtra | None = None
 ) -> list[float | None]:
     r"""1.0 if the completion chooses the letter of the column `answer`, else 0.0. docs/rewards/text.md has the ways to
     state a choice. The column `choices` has the texts of each row's choices, which limit the letters. `answer` is a

@@ -137,7 +137,7 @@ class TrainingRun:
         config, tokenizer = self.config.log, stage.policy.tokenizer
         log = Log(config, self.folder, self._steps, done or -1, settings, tokenizer)
         with log, self._reported(write_report):
-            if self.saver.is_on and self.saver.step is None:
+            if self.config.checkpoint.is_on and self.saver.step is None:
                 self._save(stage, done)
             if stage.eval_sets and done == 0:
                 stage.progress.enter("evaluation", 0)
@@ -208,7 +208,7 @@ class TrainingRun:
         # After the last step the model is exported, which a resumed run would have to do too.
         stops = not is_last and not ends and stage.progress.stops()
         saves = saves and (is_last or not self._alarms.doubts)
-        if (saves or stops or (ends and self.saver.is_on)) and not self._alarms.diverged:
+        if (saves or stops or (ends and self.config.checkpoint.is_on)) and not self._alarms.diverged:
             self._save(stage, step, beside=not (is_last or stops or ends))
         if stops:
             raise self._interrupted(stage)
@@ -237,7 +237,7 @@ class TrainingRun:
         try:
             if self._alarms.stops:
                 self.saver.finish(stage)
-                if self.saver.is_on and not self._alarms.diverged:
+                if self.config.checkpoint.is_on and not self._alarms.diverged:
                     self.saver.save(stage, step, self._states(stage))
             self._alarms.act(f"the newest checkpoint is from step {self.saver.step}")
         except (RunStopped, RollBack):

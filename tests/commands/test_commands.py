@@ -138,13 +138,7 @@ def runs(workshop: Workshop) -> Runs:
     evaluation = workshop.later(lambda: workshop.run("eval", "--config", str(whole / "config.yaml"), *compared))
     report_before = (whole / "report.html").read_text()
     (whole / "report.html").unlink()
-    return Runs(
-        whole,
-        *fragile.result(),
-        evaluation.result(),
-        workshop.run("report", str(whole)),
-        report_before,
-    )
+    return Runs(whole, *fragile.result(), evaluation.result(), workshop.run("report", str(whole)), report_before)
 
 
 def rows_of(folder: Path) -> dict[int, dict[str, float]]:

@@ -120,23 +120,13 @@ REFUSE = {"max_prompt_tokens": 1, "over_long": "refuse"}
     ("prompts", "settings", "template", "message"),
     [
         (["a", "abc", "ab"], REFUSE, None, "data.max_prompt_tokens 1: .* row 1 .* has 3 tokens, one of 2 over-long"),
-        (
-            ["abcd", "abc"],
-            {"max_prompt_tokens": 2},
-            None,
-            "data.max_prompt_tokens 2: all 2 .* shortest has 3 tokens",
-        ),
+        (["abcd", "abc"], {"max_prompt_tokens": 2}, None, "data.max_prompt_tokens 2: all 2 .* shortest has 3 tokens"),
         ([CHAT], {}, None, NO_TEMPLATE),
         (["a"], {"chat_template": "always"}, None, NO_TEMPLATE),
         (["a"], {"system_prompt": "Be kind."}, None, NO_TEMPLATE),
         ([CHAT], {"chat_template": "never"}, TEMPLATE, "data.chat_template never: row 0 .* has chat messages"),
         (["a"], {"system_prompt": "b", "chat_template": "never"}, TEMPLATE, "data.system_prompt needs a chat template"),
-        (
-            [[SYSTEM, *CHAT]],
-            {"system_prompt": "b"},
-            TEMPLATE,
-            "data.system_prompt is set, and row 0 .* has a system",
-        ),
+        ([[SYSTEM, *CHAT]], {"system_prompt": "b"}, TEMPLATE, "data.system_prompt is set, and row 0 .* has a system"),
         ([CHAT, JUDGE], {}, TEMPLATE, "data.chat_template: the tokenizer's template refuses row 1 .*unknown role"),
     ],
 )

@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,20 +166,8 @@ def masked(folder: Path) -> dict[str, Any]:
     return seen
 
 
-def zero3(folder: Path) -> dict[str, Any]:
-    return steps(folder, stage=3, beta=0.0)
-
-
-def zero3_reference(folder: Path) -> dict[str, Any]:
-    return steps(folder, stage=3, beta=0.1, num_minibatches=2)
-
-
-def zero2(folder: Path) -> dict[str, Any]:
-    return steps(folder, stage=2, beta=0.0)
-
-
-def zero0(folder: Path) -> dict[str, Any]:
-    return steps(folder, stage=0, beta=0.0)
+zero0, zero2, zero3 = (partial(steps, stage=stage, beta=0.0) for stage in (0, 2, 3))
+zero3_reference = partial(steps, stage=3, beta=0.1, num_minibatches=2)
 
 
 def experts(folder: Path) -> dict[str, Any]:
@@ -204,13 +193,9 @@ def variants(folder: Path) -> dict[str, Any]:
 def attentions(folder: Path) -> dict[str, Any]:
     """One step with every way of the training forward, and what its micro-batches computed."""
     seen = {}
-    for name, settings in {
-        "auto": {},
-        "shared": {"shared_prefix": "on"},
-        "apart": {"shared_prefix": "off"},
-        "sdpa": {"attn_implementation": "sdpa"},
-        "eager": {"attn_implementation": "eager"},
-    }.items():
+    ways: dict[str, Any] = {name: {"attn_implementation": name} for name in ("sdpa", "eager")}
+    ways |= {"auto": {}, "shared": {"shared_prefix": "on"}, "apart": {"shared_prefix": "off"}}
+    for name, settings in ways.items():
         trainer = build(folder, **settings)
         trainer.step(1)
         assert trainer.last_rollout is not None

@@ -138,10 +138,7 @@ def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
     shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
     repetition_B = torch.tensor(shares, dtype=torch.float64)
     numbers: Numbers = {"health/repetition_mean": (repetition_B.mean(), len(repetition_B))}
-    for name, value_B in (
-        ("length", torch.tensor(rollout.lengths, dtype=torch.float64)),
-        ("repetition", repetition_B),
-    ):
+    for name, value_B in (("length", torch.tensor(rollout.lengths, dtype=torch.float64)), ("repetition", repetition_B)):
         correlation_P = group_correlation(reward_PG, value_B.view(shape))
         numbers[f"health/reward_{name}_corr"] = correlation_P.nanmean(), int((~correlation_P.isnan()).sum())
     highest_P1 = reward_PG.nan_to_num(-math.inf).amax(1, keepdim=True)

@@ -51,6 +51,7 @@ _INNERMOST = 8
 """Number of innermost frames of a stack that are searched for a collective."""
 _STACK_SECONDS, _VERDICT_SECONDS = 2.0, 4.0
 """Time from a noticed stall until ranks must have printed their stacks, and until the verdict is printed."""
+_ENDED = "ended; --run.resume auto continues from the last checkpoint"
 _LEFTOVER_SECONDS = 3.0
 """Time that processes left behind by a successful rank have to end by themselves."""
 _LAUNCHERS = re.compile(
@@ -241,7 +242,7 @@ class _Watcher:
             _say(
                 self.shared,
                 f"run.stall_minutes {mine.stall_s / 60:g}: no rank makes progress; rank {worst} is behind, in"
-                f" {_where(entries[worst])}: the run is ended, --run.resume auto continues from the last checkpoint",
+                f" {_where(entries[worst])}: {_ENDED}",
             )
         else:
             time.sleep(_LOOK_SECONDS)  # so that the verdict is printed before a launcher sees a rank end

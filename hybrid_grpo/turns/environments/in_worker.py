@@ -65,8 +65,7 @@ class EnvironmentEntry:
         )
         methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
         refuse(
-            "reset" not in methods,
-            f"{setting} has no method reset: an environment has one, which may return nothing",
+            "reset" not in methods, f"{setting} has no method reset: an environment has one, which may return nothing"
         )
         tools, reset = _tools(methods, setting), inspect.signature(methods["reset"])
         schema = {
