@@ -30,6 +30,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -220,9 +221,14 @@ class Engine:
         adapters: Mapping[str, Adapter] | None = None,
         keep_view: bool = False,
     ) -> None:
+        if config["zero_optimization"]["stage"] == 3 and (layers := whole_layers(source)):
+            for layer in layers:
+                deepspeed.utils.set_z3_leaf_module(layer, True)
+            # By default, a fraction of a large layer is fetched ahead, and the rest is waited for.
+            largest = max(sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for layer in layers)
+            ahead = max(DeepSpeedZeroConfig().prefetch_bucket_size, largest)
+            config = _merged({"zero_optimization": {"stage3_prefetch_bucket_size": ahead}}, config)
         self.config = config
-        for layer in whole_layers(source) if config["zero_optimization"]["stage"] == 3 else ():
-            deepspeed.utils.set_z3_leaf_module(layer, True)
         try:
             with _compiling_late():
                 self.engine, *_ = deepspeed.initialize(

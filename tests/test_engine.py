@@ -104,8 +104,9 @@ def test_generation_between_steps_leaves_training_bit_identical(folder):
 
 
 @pytest.mark.ranks
-def test_fused_layers_train_sharded_weights_as_those_of_transformers(folder):
-    """Weights are there only while the module that has them runs, and gradients reach them by its hooks."""
+def test_fused_layers_train_sharded_weights_as_those_of_transformers_and_no_layer_waits_for_them(folder):
+    """Weights are there only while the module that has them runs, and gradients reach them by its hooks. DeepSpeed's
+    default fetched 42 % of a layer of a 7B model ahead, and 13 % at 32B: the rest was waited for."""
     for seen in ranks(2, "fused", folder, programs="engine_programs.py"):
         assert seen["late"] == [0] * 6, "three layers, forward and backward"
         (own, *weights), (fused, *others) = seen["own"], seen["fused"]
