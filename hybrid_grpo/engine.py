@@ -292,7 +292,8 @@ class Engine:
             # Free parameters that prefetching left gathered, for the cache. (The engine's own method of this name also
             # collects garbage, which takes longer than a whole rollout of a small model.)
             self.engine.optimizer.empty_partition_cache()
-            get_accelerator().empty_cache()
+            if not self._view.keeps:
+                get_accelerator().empty_cache()
         self._generating = True
         outcome = torch.full((1,), _DONE, device=self.device)
         self._view.gather()

@@ -94,6 +94,7 @@ def test_memory_that_is_kept_stays_where_it_is_while_the_weights_in_it_change(fo
         assert seen["captures"][0] == seen["graphs"] > 0 and seen["captures"][1:] == [0, 0]
         assert seen["addresses"][0] == seen["addresses"][1] == seen["addresses"][2]
         assert seen["replays"] > 50 and seen["same"] == [True] * 3 and seen["empty_after"]
+        assert seen["emptied"] == [0, 1], "the device's memory was given back, and taken again, at every rollout"
 
 
 @pytest.mark.ranks

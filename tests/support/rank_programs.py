@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -340,10 +341,12 @@ def kept(folder: Path) -> dict[str, Any]:
     from hybrid_grpo.model.kernels import build as kernels
 
     kernels.load = lambda: None  # type: ignore[assignment]
-    trainer = build(folder, workspace=Workspace(16, 40))
+    zero = {"stage3_param_persistence_threshold": 0}
+    trainer = build(folder, workspace=Workspace(16, 40), deepspeed={"zero_optimization": zero})
     policy, config, stop_ids = trainer.policy, trainer.config.rollout, trainer.inputs.stop_ids
     prompts, captures, held_out = trainer.draw_prompts(), Captures(), trainer.eval_sets[0]
     seen: dict[str, Any] = {"captures": [], "same": [], "addresses": []}
+    emptied = engines.get_accelerator().empty_cache = Mock()
 
     def rollout(step: int, capture: Any) -> tuple[list[list[int]], int]:
         loop.capture_on = lambda _: capture
@@ -360,6 +363,10 @@ def kept(folder: Path) -> dict[str, Any]:
         trainer.step(step)
     seen["graphs"], seen["replays"] = len(captures.forwards), captures.replays
     seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
+    seen["emptied"] = [emptied.call_count]
+    policy.engine._view.keeps = False
+    with policy.engine.generation():
+        seen["emptied"].append(emptied.call_count)
     return seen
 
 
