@@ -281,8 +281,9 @@ class Engine:
     def generation(self) -> Iterator[Any]:
         """Yield the policy for decoding: a plain module with unsharded weights, without hooks, in eval mode.
 
-        All ranks enter and leave together; nothing in between waits for another rank. At the end, an exception on one
-        rank raises one on every rank: RunInterrupted or RunStopped if it was one of these, otherwise RuntimeError.
+        All ranks enter and leave together; nothing in between waits for another rank, and leaving waits for however
+        long the others take. At the end, an exception on one rank raises one on every rank: RunInterrupted or
+        RunStopped if it was one of these, otherwise RuntimeError.
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
@@ -309,6 +310,7 @@ class Engine:
             self._view.release()
             self._generating = False
             here, end = int(outcome), time.perf_counter()
+            ranks.wait_for_all()
             anywhere = int(ranks.all_reduce(outcome, "max"))
             self.release_s, self.wait_s = end - start, time.perf_counter() - end
             if anywhere >= _FAILED and here < _FAILED:

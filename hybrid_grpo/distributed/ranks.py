@@ -9,6 +9,7 @@ import pickle
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ T = TypeVar("T")
 _SHARED_MEMORY = Path("/dev/shm")
 _SILENT_SECONDS = 20.0
 """A rank that has waited this long for the others prints a line."""
+_LOOK_S = 0.05
+"""The longest time between two looks at whether the other ranks are there."""
 _BUFFER_BYTES = 66 * 2**20 + 4096
 """Shared memory that DeepSpeed's CPU backend uses for each rank."""
 _SHARED_OUT = 4096
@@ -195,6 +198,17 @@ def store(name: str) -> dist.Store:
     if world_size() == 1:
         return dist.HashStore()
     return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def wait_for_all() -> None:
+    """Return when every rank has called this as often as this one, however long that takes: a collective that waits has
+    a timeout. Signals are handled meanwhile."""
+    if world_size() > 1:
+        calls, start = store("waits"), time.monotonic()
+        own = calls.add(str(rank()), 1)
+        calls.add("all", 1)
+        while calls.add("all", 0) < own * world_size():
+            time.sleep(min(_LOOK_S, (time.monotonic() - start) / 10))
 
 
 class Board:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,12 +316,15 @@ def switch(folder: Path) -> dict[str, Any]:
     seen["release"] = dict(calls)
     seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
 
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     try:
         with policy.engine.generation():
             if rank() == 1:
+                time.sleep(4)
                 raise KeyError("mine")
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
     try:
         with policy.engine.generation():
             if rank() == 1:

@@ -62,8 +62,8 @@ _HELPER = re.compile(r"^deepspeed\.launcher\.launch$|deepspeed/launcher/launch\.
 """Matches the process of DeepSpeed's launcher that another process of it has started."""
 _OF_LAUNCHERS = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that the launchers of DeepSpeed and torch set for their ranks."""
-_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
-"""Matches a file name of a stack, or the error of a failed collective."""
+_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL| in wait_for_all\b")
+"""Matches a line of a stack, or the error of a failed collective."""
 
 
 def watched(work: Callable[[], int]) -> NoReturn:
@@ -114,7 +114,7 @@ def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
         return work()
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[-_INNERMOST:]
-        if not any(_COLLECTIVE.search(text) for text in (str(error), *(frame.filename for frame in frames))):
+        if not any(_COLLECTIVE.search(text) for text in (str(error), *map(str, frames))):
             raise
         deadline = time.monotonic() + _FOLLOW_SECONDS
         while time.monotonic() < deadline:
