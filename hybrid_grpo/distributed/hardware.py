@@ -59,13 +59,14 @@ reports."""
 
 
 def take_gpu(accelerator: Any) -> None:
-    """Select this rank's GPU before CUDA starts in the process; set CUDA's allocator and the number of host threads.
+    """Select this rank's GPU before CUDA starts in the process; set its allocator, NCCL and the number of host threads.
 
     `accelerator` is DeepSpeed's. Raises UserError if torch sees too few GPUs.
     """
-    # Expandable segments fragment less when rollouts and training alternate.
-    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    # Expandable segments fragment less when rollouts and training alternate. torch has read the variables on import.
+    if not (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    os.environ.setdefault("TORCH_NCCL_PROPAGATE_ERROR", "1")  # what NCCL finds on one rank ends all
     count, local = accelerator.device_count(), int(os.environ["LOCAL_RANK"])
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         # The launcher lets each rank see only its own GPU, as Slurm does with --gpus-per-task.

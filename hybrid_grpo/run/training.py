@@ -34,7 +34,8 @@ from hybrid_grpo.run.saving.space import check_space
 from hybrid_grpo.run.settings import identity, settings_of
 from hybrid_grpo.run.stage import RunServices, Stage
 from hybrid_grpo.run.start import find_start, lines_before
-from hybrid_grpo.run.stopping.progress import Progress
+from hybrid_grpo.run.stopping.progress import Progress, heartbeat
+from hybrid_grpo.run.stopping.status import own_status
 
 _SAVING_S_PER_GB = 10.0
 """Assumed time for a rank to write a GB to slow storage that ranks share."""
@@ -97,7 +98,7 @@ class TrainingRun:
         stage.progress.start()
         try:
             done = self._prepare(stage)
-            with loaded_objects_kept():
+            with loaded_objects_kept(), heartbeat(own_status().mine):
                 while True:
                     try:
                         self._advance(stage, done, write_report)
