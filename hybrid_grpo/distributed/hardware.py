@@ -86,6 +86,11 @@ def take_gpu(accelerator: Any) -> None:
         torch.set_num_threads(threads)
 
 
+def allocator_fact(device: torch.device) -> dict[str, str]:
+    """Return the settings of torch's allocator of GPU memory, as a line for the console; nothing for a CPU."""
+    return {} if device.type == "cpu" else {"allocator": torch._C._accelerator_getAllocatorSettings() or "default"}
+
+
 def refuse_idle_gpus() -> None:
     """Raise UserError if torch cannot use this machine's GPUs, unless the CPU was chosen."""
     gpus = list(Path("/dev").glob("nvidia[0-9]*"))
