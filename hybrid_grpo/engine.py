@@ -30,23 +30,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
-from hybrid_grpo.distributed import shards, tensor_files
+from hybrid_grpo.distributed import ranks, shards, tensor_files
 from hybrid_grpo.distributed.compilation_lock import one_at_a_time
 from hybrid_grpo.distributed.hardware import refuse_idle_gpus, take_gpu
-from hybrid_grpo.distributed.ranks import (
-    all_reduce,
-    check_shared_memory,
-    form_group_of_one,
-    meeting,
-    rank,
-    release_shared_memory,
-    world_size,
-)
 from hybrid_grpo.model.blend import blend
 from hybrid_grpo.model.gathered_weights import View
 from hybrid_grpo.model.lora import Adapter
@@ -73,7 +65,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     deepspeed.runtime.hybrid_engine.replace_policies = []
     # The workspace of those kernels: creating it would compile them, which takes minutes and needs nvcc.
     deepspeed.runtime.hybrid_engine.WorkspaceOp = lambda: None
-    store = None if "RANK" in os.environ else form_group_of_one()
+    store = None if "RANK" in os.environ else ranks.form_group_of_one()
     # This environment's ninja, activated or not: another version would compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     OpBuilder.jit_load = one_at_a_time(OpBuilder.jit_load)
@@ -84,7 +76,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(cache, "16")
         refuse_idle_gpus()
-        check_shared_memory()
+        ranks.check_shared_memory()
     else:
         take_gpu(accelerator)
     # DeepSpeed asks whether this kernel can be compiled by trying all of its kernels, of which others need libaio.
@@ -94,16 +86,16 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         # DeepSpeed would compile it while the ranks meet.
         kernel.load(verbose=False)
     # DeepSpeed prints what it has built, and standard output is for results.
-    with meeting(), contextlib.redirect_stdout(io.StringIO()):
+    with ranks.meeting(), contextlib.redirect_stdout(io.StringIO()):
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         if store and not torch.distributed.is_initialized():
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:
             # NCCL starts with the first collective: if it cannot, that is reported here.
-            all_reduce(torch.zeros(1, device=accelerator.current_device_name()))
+            ranks.all_reduce(torch.zeros(1, device=accelerator.current_device_name()))
     if on_cpu:
-        release_shared_memory()
+        ranks.release_shared_memory()
     return torch.device(accelerator.current_device_name())
 
 
@@ -138,7 +130,7 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": policy.max_grad_norm,
         "optimizer": {"type": "AdamW", "params": adam},
-        "zero_optimization": {"stage": engine.stage(world_size()), "memory_efficient_linear": False},
+        "zero_optimization": {"stage": engine.stage(ranks.world_size()), "memory_efficient_linear": False},
         "hybrid_engine": {"enabled": True},
     }
     if engine.offload_optimizer:
@@ -229,9 +221,14 @@ class Engine:
         adapters: Mapping[str, Adapter] | None = None,
         keep_view: bool = False,
     ) -> None:
+        if config["zero_optimization"]["stage"] == 3 and (layers := whole_layers(source)):
+            for layer in layers:
+                deepspeed.utils.set_z3_leaf_module(layer, True)
+            # By default, a fraction of a large layer is fetched ahead, and the rest is waited for.
+            largest = max(sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for layer in layers)
+            ahead = max(DeepSpeedZeroConfig().prefetch_bucket_size, largest)
+            config = _merged({"zero_optimization": {"stage3_prefetch_bucket_size": ahead}}, config)
         self.config = config
-        for layer in whole_layers(source) if config["zero_optimization"]["stage"] == 3 else ():
-            deepspeed.utils.set_z3_leaf_module(layer, True)
         try:
             with _compiling_late():
                 self.engine, *_ = deepspeed.initialize(
@@ -259,7 +256,7 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, which is this rank's part of a sum over all ranks."""
         # The factor undoes the engine's averaging over ranks.
-        self.engine.backward(loss * world_size(), scale_wrt_gas=False)
+        self.engine.backward(loss * ranks.world_size(), scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepResult:
         """Update the weights with the gradients of all `backward` calls since the last step, at learning rate `lr`."""
@@ -284,8 +281,9 @@ class Engine:
     def generation(self) -> Iterator[Any]:
         """Yield the policy for decoding: a plain module with unsharded weights, without hooks, in eval mode.
 
-        All ranks enter and leave together; nothing in between waits for another rank. At the end, an exception on one
-        rank raises one on every rank: RunInterrupted or RunStopped if it was one of these, otherwise RuntimeError.
+        All ranks enter and leave together; nothing in between waits for another rank, and leaving waits for however
+        long the others take. At the end, an exception on one rank raises one on every rank: RunInterrupted or
+        RunStopped if it was one of these, otherwise RuntimeError.
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
@@ -295,7 +293,8 @@ class Engine:
             # Free parameters that prefetching left gathered, for the cache. (The engine's own method of this name also
             # collects garbage, which takes longer than a whole rollout of a small model.)
             self.engine.optimizer.empty_partition_cache()
-            get_accelerator().empty_cache()
+            if not self._view.keeps:
+                get_accelerator().empty_cache()
         self._generating = True
         outcome = torch.full((1,), _DONE, device=self.device)
         self._view.gather()
@@ -304,14 +303,15 @@ class Engine:
         try:
             yield self._view.module
         except Exception as error:
-            outcome.fill_(_ENDS.get(type(error), _FAILED + rank()))
+            outcome.fill_(_ENDS.get(type(error), _FAILED + ranks.rank()))
             raise
         finally:
             start = time.perf_counter()
             self._view.release()
             self._generating = False
             here, end = int(outcome), time.perf_counter()
-            anywhere = int(all_reduce(outcome, "max"))
+            ranks.wait_for_all()
+            anywhere = int(ranks.all_reduce(outcome, "max"))
             self.release_s, self.wait_s = end - start, time.perf_counter() - end
             if anywhere >= _FAILED and here < _FAILED:
                 raise RuntimeError(f"generation failed on rank {anywhere - _FAILED}; see that rank's message")
@@ -376,6 +376,7 @@ class OffloadedModel:
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards into a checkpoint's folder."""
+        folder.mkdir(parents=True, exist_ok=True)
         shards.save_module(folder, _REFERENCE, self.engine.module, self._averages)
 
     def load(self, folder: Path) -> None:

@@ -99,12 +99,12 @@ class Policy:
         self.optimizer_steps = self.skipped_steps = 0
         self.workspace, self.turns, self.journal, self._album = workspace, turns, journal, album
         self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
-        self.deepspeed_config = engines.policy_config(policy, engine)
+        config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
         self.packs = attention == ATTENTION
         # An adapter that is trained further is read after its base.
         start = policy if lora is None or not lora.rank else dataclasses.replace(policy, model=base_of(policy.model))
-        with engines.sharded_loading(self.deepspeed_config):
+        with engines.sharded_loading(config):
             model = load_model(start, attention)
         self._original = Original(model, base_of(policy.model)) if lacks_towers(model) else None
         view = meta_copy(model, attention_of(decoder) or plain_attention(model.config, policy.attn_implementation))
@@ -114,7 +114,8 @@ class Policy:
         self.cost = Cost.of(model)
         by_layer = self.adapters.by_layer if self.adapters else None
         trained, keep_view = LogprobModel(model, vocabulary=self.vocabulary), workspace is not None
-        self.engine = engines.Engine(trained, model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
+        self.engine = engines.Engine(trained, model, view, config, by_layer, keep_view=keep_view)
+        self.deepspeed_config = self.engine.config
         self.movement = Movement(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
         sight = sight_of(album, policy, self.engine.device)
         self.reading = Reading(sight, replays(model, policy, paged=self.packs and decoder == "paged"))
@@ -134,10 +135,6 @@ class Policy:
     def lr(self) -> float:
         """Learning rate of the next optimizer step."""
         return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
-
-    def scale_lr(self, lr_scale: float) -> None:
-        """Set the factor on the schedule's learning rate from now on, in place of an earlier one."""
-        self.lr_scale = lr_scale
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the engine's checkpoint does not hold."""

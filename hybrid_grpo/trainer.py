@@ -12,7 +12,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.loader import StepLoader
 from hybrid_grpo.data.measuring import measured
-from hybrid_grpo.distributed.ranks import exchange_objects, max_over_ranks, rank, sum_over_ranks
+from hybrid_grpo.distributed.ranks import exchange_objects, rank, reduced
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.balance import Assignment, assign
@@ -71,10 +71,10 @@ class Trainer(Stage):
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.entropy = EntropyController(config.grpo, device)
-        self.sum_over_ranks = partial(sum_over_ranks, device=device)
+        self.sum_over_ranks = partial(reduced, device=device)
         only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
         can_skip_backward = only_advantages and not self.features.learn_beside_advantages
-        self.max_over_ranks = partial(max_over_ranks, device=device) if can_skip_backward else None
+        self.max_over_ranks = partial(reduced, device=device, op="max") if can_skip_backward else None
         self.controllers = [of for of in (self.kl, self.entropy) if of.target is not None]
         self.parts = {"loader": self.loader, "kl": self.kl}
         if self.entropy.target is not None:
@@ -86,7 +86,7 @@ class Trainer(Stage):
             self.parts["carry"] = self.carry
         self.reward_weights, self.recomputes_old_logp = config.reward_weights, config.recomputes_old_logp
         self.measures_old, self.starts_on_policy = config.grpo.measures_old, config.grpo.starts_on_policy
-        self.shards = reference if config.grpo.ref_every else None
+        self.shards = reference.engine if reference and config.grpo.ref_every else None
         self.shards_are_float32 = config.grpo.averages_reference
 
     def step(self, step: int) -> None:

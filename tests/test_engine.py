@@ -30,12 +30,6 @@ def test_two_ranks_are_one(folder, alone):
     assert len(lengths) > 3, "completions of one length would prove little"
 
 
-def test_the_work_of_the_rewards_and_the_wait_for_it_are_measured(alone):
-    for metrics in alone["metrics"]:
-        assert 0 < metrics["time/reward_s"] < metrics["time/step_s"]
-        assert 0 <= metrics["time/reward_wait_s"] < metrics["time/step_s"]
-
-
 @pytest.mark.parametrize("stage", ["zero0", "zero2"])
 def test_every_stage_does_the_same_steps(folder, alone, stage):
     assert_same_steps(ranks(2, stage, folder), alone)
@@ -55,8 +49,9 @@ def test_minibatches_and_the_reference_do_not_depend_on_the_ranks(folder, with_r
     assert two[0]["metrics"][1]["policy/kl"] == pytest.approx(one["metrics"][1]["policy/kl"], rel=1e-4)
 
 
-def test_sampler_and_training_forward_agree(alone):
+def test_sampler_and_training_forward_agree_and_the_rewards_are_timed(alone):
     for metrics in alone["metrics"]:
+        assert 0 < metrics["time/reward_s"] < metrics["time/step_s"] > metrics["time/reward_wait_s"] >= 0
         assert metrics["parity/logp_abs_diff_max"] < 1e-4
         assert metrics["policy/ratio_max"] == 1.0, "one step a rollout is on-policy by construction"
 
@@ -83,7 +78,7 @@ def test_nothing_is_collective_between_gather_and_release(folder):
         assert seen["hooks"] == 0 and seen["training"] is False and seen["empty_after"]
         assert "does not nest" in seen["nested"]
         assert seen["after"] > 0, "training goes on after an error inside"
-    assert first["error"].startswith("RuntimeError: generation failed on rank 1")
+    assert first["error"].startswith("RuntimeError: generation failed on rank 1"), "long after it would be a timeout"
     assert second["error"] == "KeyError: 'mine'"
     assert first["stopped"].startswith("generation was stopped on another rank") and second["stopped"] == "no memory"
 
@@ -94,6 +89,7 @@ def test_memory_that_is_kept_stays_where_it_is_while_the_weights_in_it_change(fo
         assert seen["captures"][0] == seen["graphs"] > 0 and seen["captures"][1:] == [0, 0]
         assert seen["addresses"][0] == seen["addresses"][1] == seen["addresses"][2]
         assert seen["replays"] > 50 and seen["same"] == [True] * 3 and seen["empty_after"]
+        assert seen["emptied"] == [0, 1], "the device's memory was given back, and taken again, at every rollout"
 
 
 def test_generation_between_steps_leaves_training_bit_identical(folder):
@@ -102,9 +98,11 @@ def test_generation_between_steps_leaves_training_bit_identical(folder):
         assert seen["with"] == seen["without"]
 
 
-def test_fused_layers_train_sharded_weights_as_those_of_transformers(folder):
-    """Weights are there only while the module that has them runs, and gradients reach them by its hooks."""
+def test_fused_layers_train_sharded_weights_as_those_of_transformers_and_no_layer_waits_for_them(folder):
+    """Weights are there only while the module that has them runs, and gradients reach them by its hooks. DeepSpeed's
+    default fetched 42 % of a layer of a 7B model ahead, and 13 % at 32B: the rest was waited for."""
     for seen in ranks(2, "fused", folder, programs="engine_programs.py"):
+        assert seen["late"] == [0] * 6, "three layers, forward and backward"
         (own, *weights), (fused, *others) = seen["own"], seen["fused"]
         assert fused == pytest.approx(own, rel=1e-5)
         assert len(weights) == len(others) > 4

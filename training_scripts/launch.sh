@@ -24,6 +24,10 @@ launch() {
         return 1
     fi
     if [ "$gpus" -gt 0 ]; then
+        # torch reads it when it is imported.
+        if [ -z "${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_ALLOC_CONF:-}" ]; then
+            export PYTORCH_ALLOC_CONF=expandable_segments:True
+        fi
         local visible=${CUDA_VISIBLE_DEVICES:-}
         # A free port, since two runs on one machine would collide on DeepSpeed's default.
         port=$(python -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')

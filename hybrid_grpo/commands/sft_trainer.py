@@ -28,8 +28,7 @@ class SftTrainer(Stage):
         services: RunServices | None = None,
     ) -> None:
         super().__init__(policy, Meter(device), services=services)
-        self.config = config
-        self.device = device
+        self.config, self.device = config, device
         self.loader = PromptLoader(
             pairs, config.sft.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
         )

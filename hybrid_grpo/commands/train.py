@@ -85,12 +85,13 @@ def _facts(
 ) -> dict[str, str]:
     """Return what a run reads and how it works, as lines for the console and the run folder."""
     from hybrid_grpo.commands.description import describe
+    from hybrid_grpo.distributed.hardware import allocator_fact
     from hybrid_grpo.model.loading import weights_fact
 
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     attention = describe(config.policy, device, paged=config.rollout.decoder == "paged")
     facts = {"batch": str(plan), "memory": estimated, "attention": attention}
-    facts |= weights_fact(config.policy) | inputs.facts
+    facts |= allocator_fact(device) | weights_fact(config.policy) | inputs.facts
     if config.grpo.preset is not None:
         facts["preset"] = preset_fact(config.grpo)
     if idle := config.idle_bounds(plan.optimizer_steps):

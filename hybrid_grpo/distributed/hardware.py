@@ -59,13 +59,14 @@ reports."""
 
 
 def take_gpu(accelerator: Any) -> None:
-    """Select this rank's GPU before CUDA starts in the process; set CUDA's allocator and the number of host threads.
+    """Select this rank's GPU before CUDA starts in the process; set its allocator, NCCL and the number of host threads.
 
     `accelerator` is DeepSpeed's. Raises UserError if torch sees too few GPUs.
     """
-    # Expandable segments fragment less when rollouts and training alternate.
-    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    # Expandable segments fragment less when rollouts and training alternate. torch has read the variables on import.
+    if not (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    os.environ.setdefault("TORCH_NCCL_PROPAGATE_ERROR", "1")  # what NCCL finds on one rank ends all
     count, local = accelerator.device_count(), int(os.environ["LOCAL_RANK"])
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         # The launcher lets each rank see only its own GPU, as Slurm does with --gpus-per-task.
@@ -83,6 +84,11 @@ def take_gpu(accelerator: Any) -> None:
         # Adam's kernel has its own OpenMP, which reads the variable.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
+
+
+def allocator_fact(device: torch.device) -> dict[str, str]:
+    """Return the settings of torch's allocator of GPU memory, as a line for the console; nothing for a CPU."""
+    return {} if device.type == "cpu" else {"allocator": torch._C._accelerator_getAllocatorSettings() or "default"}
 
 
 def refuse_idle_gpus() -> None:

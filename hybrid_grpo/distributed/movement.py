@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.distributed import shards
-from hybrid_grpo.distributed.ranks import all_reduce
+from hybrid_grpo.distributed.ranks import reduced
 
 _CHECKS = (1, 10, 100)
 """Optimizer steps after which weights are compared with those of the previous check."""
@@ -84,7 +84,7 @@ class Movement:
         if self._steps not in _CHECKS:
             return None
         marks = self._marks()
-        found = all_reduce(self._seen(lr, marks).to(self._device), "max").cpu().bool()
+        found = reduced(self._seen(lr, marks), self._device, "max").bool()
         self._before = {} if self._steps == _CHECKS[-1] else marks
         if self._steps >= _LEARNS_BY:
             self._unhook()

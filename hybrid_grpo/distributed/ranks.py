@@ -9,6 +9,7 @@ import pickle
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ T = TypeVar("T")
 _SHARED_MEMORY = Path("/dev/shm")
 _SILENT_SECONDS = 20.0
 """A rank that has waited this long for the others prints a line."""
+_LOOK_S = 0.05
+"""The longest time between two looks at whether the other ranks are there."""
 _BUFFER_BYTES = 66 * 2**20 + 4096
 """Shared memory that DeepSpeed's CPU backend uses for each rank."""
 _SHARED_OUT = 4096
@@ -69,7 +72,6 @@ def meeting() -> Iterator[None]:
     """A context for starting the process group. Prints a line if this rank waits long for the others, in case they were
     never started. Raises UserError if the ranks do not find each other, or NCCL does not start."""
     facts = ", ".join(f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
     line = f"hybrid-grpo: waiting for the other ranks ({facts})"
     notice = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     notice.daemon = True
@@ -133,14 +135,9 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tens
     return tensor
 
 
-def sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """Return the sum over ranks, on the CPU; the collective takes place on `device`."""
-    return all_reduce(values.to(device)).cpu()
-
-
-def max_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """Return the elementwise maximum over ranks, on the CPU; the collective takes place on `device`."""
-    return all_reduce(values.to(device), "max").cpu()
+def reduced(values: Tensor, device: torch.device, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """Return the elementwise sum or maximum over ranks, on the CPU; the collective takes place on `device`."""
+    return all_reduce(values.to(device), op).cpu()
 
 
 def gather_objects(value: Any) -> list[Any] | None:
@@ -196,44 +193,51 @@ def exchange_objects(values: Sequence[Any], device: torch.device) -> list[Any]:
     return [values[own] if of == own else pickle.loads(part.numpy().data) for of, part in enumerate(parts)]
 
 
+def store(name: str) -> dist.Store:
+    """Return what ranks share under a name without collectives: keys and values, and counters."""
+    if world_size() == 1:
+        return dist.HashStore()
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def wait_for_all() -> None:
+    """Return when every rank has called this as often as this one, however long that takes: a collective that waits has
+    a timeout. Signals are handled meanwhile."""
+    if world_size() > 1:
+        calls, start = store("waits"), time.monotonic()
+        own = calls.add(str(rank()), 1)
+        calls.add("all", 1)
+        while calls.add("all", 0) < own * world_size():
+            time.sleep(min(_LOOK_S, (time.monotonic() - start) / 10))
+
+
 class Board:
     """Shows every rank what each has posted last, without waiting for anyone. The ranks create it with the same name,
     and close it after a collective."""
 
     def __init__(self, name: str) -> None:
-        self._values: dict[int, Any] = {}
-        self._posts = 0
-        self._store = None
-        if world_size() > 1:
-            self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._store, self._values, self._posts = store(name), dict[int, Any](), 0
 
     def post(self, value: Any) -> None:
         """Replace what this rank has posted; `value` is one that JSON can hold."""
-        self._values[rank()] = value
-        if self._store is not None:
-            self._store.set(str(rank()), json.dumps(value))
-            self._store.add("posts", 1)
+        self._store.set(str(rank()), json.dumps(value))
+        self._store.add("posts", 1)
 
     def read(self) -> list[Any]:
         """Return what the ranks that have posted anything have posted last, in rank order."""
-        if self._store is not None and (posts := self._store.add("posts", 0)) > self._posts:
+        if (posts := self._store.add("posts", 0)) > self._posts:
             self._posts = posts
             for other in range(world_size()):
-                if other != rank() and self._store.check([str(other)]):
+                if self._store.check([str(other)]):
                     self._values[other] = json.loads(self._store.get(str(other)))
         return [self._values[other] for other in sorted(self._values)]
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.delete_key(str(rank()))
+        self._store.delete_key(str(rank()))
 
 
 def from_first_rank(value: T) -> T:
-    if world_size() == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    return all_gather_objects(value)[0]
 
 
 def barrier() -> None:

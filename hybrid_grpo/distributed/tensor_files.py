@@ -18,8 +18,6 @@ _PIECE_BYTES = 64 << 20
 """Size of the pinned buffer through which tensors leave a GPU."""
 copying: list[threading.Event] = []
 """One for each `Postponed` that a thread is to copy; set when it has."""
-
-
 _collecting = threading.local()
 """Attribute `files`: where `write` puts files in this thread."""
 

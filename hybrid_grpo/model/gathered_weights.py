@@ -65,7 +65,7 @@ class View:
         keep: bool = False,
         neighbors: bool | None = None,
     ) -> None:
-        self.module, self._sharded, self._device, self._keep = module, sharded, device, keep
+        self.module, self._sharded, self._device, self.keeps = module, sharded, device, keep
         self._adapters = adapters or {}
         self._kept: dict[Any, Tensor] = {}
         # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
@@ -153,7 +153,7 @@ class View:
 
     def _is_gathered(self, every: list[Any]) -> bool:
         """Whether the engine itself has gathered all weights of a small model; their addresses change."""
-        return self._sharded and not self._keep and all(p.ds_status.name == "AVAILABLE" for p in every)
+        return self._sharded and not self.keeps and all(p.ds_status.name == "AVAILABLE" for p in every)
 
     def _whole(self, every: list[Any], memory: Callable[[Any, int, torch.dtype], Tensor]) -> dict[Any, Tensor]:
         """Return the whole weights. If they are copies, all weights of one dtype are in one buffer from `memory`."""
@@ -195,7 +195,7 @@ class View:
 
     def _memory(self, what: Any, size: int, dtype: torch.dtype) -> Tensor:
         """Return memory of `size` elements for `what`; every time the same memory if it is kept."""
-        if not self._keep:
+        if not self.keeps:
             return self._new(what, size, dtype)
         if what not in self._kept:
             self._kept[what] = self._new(what, size, dtype)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -23,11 +23,18 @@ from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores,
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.run.parts import Stateful
 
 if TYPE_CHECKING:
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.memory.plan import FeatureMemory
+
+
+class Stateful(Protocol):
+    """An object whose state is saved in a checkpoint."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True)

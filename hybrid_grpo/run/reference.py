@@ -1,7 +1,5 @@
 """The frozen reference of a policy, to which the KL term keeps it close."""
 
-from pathlib import Path
-
 from torch import Tensor
 
 from hybrid_grpo import engine as engines
@@ -33,14 +31,6 @@ class Reference:
         """Set the weights to `mix` times the policy's weights plus (1 - `mix`) times their present values, which are
         kept in float32; `mix` 1 is iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
         self.engine.blend(policy.engine, mix)
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.engine.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks. Raises UserError if there is nothing (grpo.ref_every 0)."""
-        self.engine.load(folder)
 
 
 class UnadaptedReference(Reference):

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
+from hybrid_grpo.engine import OffloadedModel
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.run.evaluation import EvalSet
-from hybrid_grpo.run.feature import Feature, Features
-from hybrid_grpo.run.parts import Shards, Stateful
+from hybrid_grpo.run.feature import Feature, Features, Stateful
 from hybrid_grpo.run.stopping.progress import Progress
 
 
@@ -42,7 +42,7 @@ class Stage:
 
     Attributes:
         parts: the stage's parts of a checkpoint, other than the policy and the features, by name.
-        shards: more tensors in a checkpoint, as large as the policy; or None.
+        shards: a second model in a checkpoint, as large as the policy; or None.
         shards_are_float32: whether these are float32, whatever the type of the policy.
         last_rollout: completions of the latest step, their scores and mean advantages; None if nothing is sampled.
         last_advantages_BT: the advantages of that rollout's tokens; None until the step has learned from it.
@@ -60,7 +60,7 @@ class Stage:
         self.progress, self.trace, self.alarms = services.progress, services.trace, services.alarms
         self._may_skip = services.alarms.may_skip
         self.parts: Mapping[str, Stateful] = {}
-        self.shards: Shards | None = None
+        self.shards: OffloadedModel | None = None
         self.shards_are_float32 = False
         self.notes: Mapping[str, str] = {}
         self.last_rollout: tuple[Rollout, Scores, Tensor] | None = None

@@ -34,7 +34,8 @@ from hybrid_grpo.run.saving.space import check_space
 from hybrid_grpo.run.settings import identity, settings_of
 from hybrid_grpo.run.stage import RunServices, Stage
 from hybrid_grpo.run.start import find_start, lines_before
-from hybrid_grpo.run.stopping.progress import Progress
+from hybrid_grpo.run.stopping.progress import Progress, heartbeat
+from hybrid_grpo.run.stopping.status import own_status
 
 _SAVING_S_PER_GB = 10.0
 """Assumed time for a rank to write a GB to slow storage that ranks share."""
@@ -97,7 +98,7 @@ class TrainingRun:
         stage.progress.start()
         try:
             done = self._prepare(stage)
-            with loaded_objects_kept():
+            with loaded_objects_kept(), heartbeat(own_status().mine):
                 while True:
                     try:
                         self._advance(stage, done, write_report)
@@ -137,7 +138,7 @@ class TrainingRun:
         config, tokenizer = self.config.log, stage.policy.tokenizer
         log = Log(config, self.folder, self._steps, done or -1, settings, tokenizer)
         with log, self._reported(write_report):
-            if self.saver.is_on and self.saver.step is None:
+            if self.config.checkpoint.is_on and self.saver.step is None:
                 self._save(stage, done)
             if stage.eval_sets and done == 0:
                 stage.progress.enter("evaluation", 0)
@@ -208,7 +209,7 @@ class TrainingRun:
         # After the last step the model is exported, which a resumed run would have to do too.
         stops = not is_last and not ends and stage.progress.stops()
         saves = saves and (is_last or not self._alarms.doubts)
-        if (saves or stops or (ends and self.saver.is_on)) and not self._alarms.diverged:
+        if (saves or stops or (ends and self.config.checkpoint.is_on)) and not self._alarms.diverged:
             self._save(stage, step, beside=not (is_last or stops or ends))
         if stops:
             raise self._interrupted(stage)
@@ -237,7 +238,7 @@ class TrainingRun:
         try:
             if self._alarms.stops:
                 self.saver.finish(stage)
-                if self.saver.is_on and not self._alarms.diverged:
+                if self.config.checkpoint.is_on and not self._alarms.diverged:
                     self.saver.save(stage, step, self._states(stage))
             self._alarms.act(f"the newest checkpoint is from step {self.saver.step}")
         except (RunStopped, RollBack):

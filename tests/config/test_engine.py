@@ -18,7 +18,6 @@ def test_settings_of_sharded_weights_need_weights_that_are_sharded(user: User) -
         section = f"{{zero_optimization: {{{given}}}}}"
         message = user.refused("--engine.deepspeed", section, "--engine.zero_stage", "2", ranks=2)
         assert given.partition(":")[0] in message and message.endswith("set engine.zero_stage to 3")
-        assert user.train("--engine.deepspeed", section, ranks=2).engine.stage(1) == 3
 
 
 def test_one_rank_shards_nothing_unless_settings_are_about_shards(user: User) -> None:

@@ -19,12 +19,8 @@ def shared_memory(tmp_path, monkeypatch):
     """A folder in the place of /dev/shm, with 100 MiB free, for two ranks."""
     monkeypatch.setattr(ranks, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(ranks.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 << 20))
-    for name, value in {
-        "LOCAL_SIZE": "2",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }.items():
+    world = {"LOCAL_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in world.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks.os, "getuid", lambda: 7)
     return tmp_path

@@ -83,7 +83,7 @@ class TinyPolicy(Policy):
 
 
 class Follower:
-    """Follows the weights half of the way; implements `Shards`."""
+    """Follows the weights half of the way; saved as an `OffloadedModel`."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight, self.own = weight, weight.detach().clone()

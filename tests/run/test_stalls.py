@@ -48,7 +48,8 @@ def test_a_rank_that_stands_still_is_named(ended, name):
     assert told is None or f"[rank {rank}]: {told}" in done.err, done.err
     assert f"[rank {1 - rank}]: waits for other ranks in " in done.err, done.err
     # The stack of the waiting rank, and that of the other one if it runs.
-    assert "in all_reduce" in done.err and (" in loop\n" in done.err) is name.startswith("loop"), done.err
+    waits = "wait_for_all" if stage == "sampling" else "all_reduce"
+    assert f"in {waits}" in done.err and (" in loop\n" in done.err) is name.startswith("loop"), done.err
     assert done.err.count("no rank makes progress") == 1
     assert f"no rank makes progress; rank {rank} is behind, in {stage} (step 2" in done.err, done.err
 

@@ -7,12 +7,15 @@ import weakref
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils import z3_leaf_module
 from memory_plans import GPU, SIZES
 from rank_programs import build, main, two_steps
 from transformers import modeling_utils
@@ -30,7 +33,7 @@ from hybrid_grpo.run.memory.plan import Plan
 
 _ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
 _FROM_HOST = {"offload_param": {"device": "cpu"}, **_ALL_SHARDED}
-_AS_IF_LARGE = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0, **_ALL_SHARDED}
+_AS_IF_LARGE = {"stage3_max_reuse_distance": 0, **_ALL_SHARDED}
 """Weights are released after forward, as those of large models are, and gathered again for backward."""
 
 
@@ -59,7 +62,7 @@ def hpz(folder: Path) -> dict[str, Any]:
 
     DeepSpeed's groups of ranks are those of the process, so this needs a program of its own.
     """
-    zero = {"zero_hpz_partition_size": 2, **_AS_IF_LARGE}
+    zero = {"zero_hpz_partition_size": 2, "stage3_prefetch_bucket_size": 0, **_AS_IF_LARGE}
     gathers: Counter[str] = Counter()
     gather = dist.all_gather_into_tensor
 
@@ -139,16 +142,30 @@ def streaming(folder: Path) -> dict[str, Any]:
 
 
 def fused(folder: Path) -> dict[str, Any]:
-    """The loss of one micro-batch, the gradient norm, and a norm's weights after two steps; with
-    the layers of transformers and with fused ones, whose weights are gathered by the hooks of their modules."""
-    seen: dict[str, Any] = {}
+    """The loss of one micro-batch, the gradient norm, and a norm's weights after three steps; with
+    the layers of transformers and with fused ones, whose weights are gathered by the hooks of their modules. And how
+    many of its weights each layer waits for in the last step, where by DeepSpeed's default 1,000 numbers of its 147,000
+    would be fetched ahead."""
+    DeepSpeedZeroConfig.model_fields["prefetch_bucket_size"].default = 1000
+    DeepSpeedZeroConfig.model_rebuild(force=True)
+    late: list[int] = []
+    seen: dict[str, Any] = {"late": late}
+
+    def watched(fetch: Any, module: Any, forward: bool) -> None:
+        if z3_leaf_module(module):
+            late.append(sum(p.ds_status.name == "NOT_AVAILABLE" for p in module.parameters()))
+        fetch(module, forward)
+
     for name in ("own", "fused"):
         trainer = build(folder, gradient_checkpointing=True, deepspeed={"zero_optimization": _AS_IF_LARGE})
         model = trainer.policy.engine.engine.module.model
+        coordinator = trainer.policy.engine.engine.optimizer._get_param_coordinator()
+        coordinator.fetch_sub_module = partial(watched, coordinator.fetch_sub_module)
         if name == "fused":
             fuse(model, None)
             assert sum("forward" in module.__dict__ for module in model.base_model.modules()) > 6
-        for _ in range(2):  # DeepSpeed notes the order of weights in the first forward, and follows it in the second
+        for _ in range(3):  # DeepSpeed notes the order of weights in the first two, and follows it in the third
+            late.clear()
             [micro] = trainer.policy.micro_batches(TokenRow.of([[1 + rank(), 2, 3]], [[4, 5, 6, 7]]))
             logp_bT, _ = trainer.policy.forward(micro, 1.0)
             trainer.policy.engine.backward(-logp_bT.sum())

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -165,20 +169,8 @@ def masked(folder: Path) -> dict[str, Any]:
     return seen
 
 
-def zero3(folder: Path) -> dict[str, Any]:
-    return steps(folder, stage=3, beta=0.0)
-
-
-def zero3_reference(folder: Path) -> dict[str, Any]:
-    return steps(folder, stage=3, beta=0.1, num_minibatches=2)
-
-
-def zero2(folder: Path) -> dict[str, Any]:
-    return steps(folder, stage=2, beta=0.0)
-
-
-def zero0(folder: Path) -> dict[str, Any]:
-    return steps(folder, stage=0, beta=0.0)
+zero0, zero2, zero3 = (partial(steps, stage=stage, beta=0.0) for stage in (0, 2, 3))
+zero3_reference = partial(steps, stage=3, beta=0.1, num_minibatches=2)
 
 
 def experts(folder: Path) -> dict[str, Any]:
@@ -204,13 +196,9 @@ def variants(folder: Path) -> dict[str, Any]:
 def attentions(folder: Path) -> dict[str, Any]:
     """One step with every way of the training forward, and what its micro-batches computed."""
     seen = {}
-    for name, settings in {
-        "auto": {},
-        "shared": {"shared_prefix": "on"},
-        "apart": {"shared_prefix": "off"},
-        "sdpa": {"attn_implementation": "sdpa"},
-        "eager": {"attn_implementation": "eager"},
-    }.items():
+    ways: dict[str, Any] = {name: {"attn_implementation": name} for name in ("sdpa", "eager")}
+    ways |= {"auto": {}, "shared": {"shared_prefix": "on"}, "apart": {"shared_prefix": "off"}}
+    for name, settings in ways.items():
         trainer = build(folder, **settings)
         trainer.step(1)
         assert trainer.last_rollout is not None
@@ -328,12 +316,15 @@ def switch(folder: Path) -> dict[str, Any]:
     seen["release"] = dict(calls)
     seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
 
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     try:
         with policy.engine.generation():
             if rank() == 1:
+                time.sleep(4)
                 raise KeyError("mine")
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
     try:
         with policy.engine.generation():
             if rank() == 1:
@@ -355,10 +346,12 @@ def kept(folder: Path) -> dict[str, Any]:
     from hybrid_grpo.model.kernels import build as kernels
 
     kernels.load = lambda: None  # type: ignore[assignment]
-    trainer = build(folder, workspace=Workspace(16, 40))
+    zero = {"stage3_param_persistence_threshold": 0}
+    trainer = build(folder, workspace=Workspace(16, 40), deepspeed={"zero_optimization": zero})
     policy, config, stop_ids = trainer.policy, trainer.config.rollout, trainer.inputs.stop_ids
     prompts, captures, held_out = trainer.draw_prompts(), Captures(), trainer.eval_sets[0]
     seen: dict[str, Any] = {"captures": [], "same": [], "addresses": []}
+    emptied = engines.get_accelerator().empty_cache = Mock()
 
     def rollout(step: int, capture: Any) -> tuple[list[list[int]], int]:
         loop.capture_on = lambda _: capture
@@ -375,6 +368,10 @@ def kept(folder: Path) -> dict[str, Any]:
         trainer.step(step)
     seen["graphs"], seen["replays"] = len(captures.forwards), captures.replays
     seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
+    seen["emptied"] = [emptied.call_count]
+    policy.engine._view.keeps = False
+    with policy.engine.generation():
+        seen["emptied"].append(emptied.call_count)
     return seen
 
 

@@ -37,7 +37,7 @@ def in_ranks(world: int, program: Callable[[int], T]) -> list[T]:
 class _Group:
     """Stands for torch.distributed."""
 
-    PrefixStore = staticmethod(torch.distributed.PrefixStore)
+    HashStore, PrefixStore = torch.distributed.HashStore, torch.distributed.PrefixStore
 
     def __init__(self, world: int) -> None:
         store = torch.distributed.HashStore()
@@ -72,9 +72,6 @@ class _Group:
         found = self._all(value)
         if values is not None:
             values[:] = found
-
-    def broadcast_object_list(self, values: list[Any], src: int) -> None:
-        values[:] = self._all(list(values))[src]
 
     def all_to_all_single(
         self, found: Tensor, sent: Tensor, found_sizes: list[int] | None = None, sent_sizes: list[int] | None = None

@@ -19,17 +19,18 @@ import torch
 
 from hybrid_grpo.distributed.ranks import all_gather_objects, all_reduce, barrier, from_first_rank, rank, world_size
 from hybrid_grpo.distributed.tensor_files import Postponed, foreign_types
-from hybrid_grpo.engine import Engine
+from hybrid_grpo.engine import Engine, OffloadedModel
 from hybrid_grpo.records.files import replace_text, sync
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
 from hybrid_grpo.run.fingerprints import Fingerprints
-from hybrid_grpo.run.parts import Shards
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest
 from hybrid_grpo.run.saving.space import has_memory
 from hybrid_grpo.run.saving.writing import Files, Writing
 
 _TAG = re.compile(r"step_\d{6,}")
 _DRAFT = ".draft_"
+Shards = OffloadedModel | None
+"""A second model in a checkpoint, of which every rank writes its own part; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,14 @@ class Checkpoints:
             self._verified_run = manifest.run
         return Checkpoint(folder, manifest)
 
-    def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
+    def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Shards = None) -> None:
         """Write the checkpoint of `step`; `state` and `shards` are this rank's own. If it cannot be written, raise
         WriteFailed on all ranks; earlier checkpoints then remain as they were. Collective."""
         self.begin(engine, step, state, shards)
         self.finish()
 
     def begin(
-        self, engine: Engine, step: int, state: dict[str, Any], shards: Shards | None = None, *, copy: bool = False
+        self, engine: Engine, step: int, state: dict[str, Any], shards: Shards = None, *, copy: bool = False
     ) -> bool:
         """Begin to write a checkpoint in a thread, which `finish` waits for; see `save`. With `copy` the run may
         continue meanwhile: a copy is written. Return False, having begun nothing, if a rank lacks the memory for it."""

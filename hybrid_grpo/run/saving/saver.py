@@ -34,10 +34,6 @@ class Saver:
         self._is_short = False
         """Whether memory was once too short for a copy."""
 
-    @property
-    def is_on(self) -> bool:
-        return self._config.is_on
-
     def continue_from(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint of this run for the newest one."""
         self.step = checkpoint.manifest.step
@@ -46,8 +42,8 @@ class Saver:
     def is_due(self, step: int, stage: Stage) -> bool:
         """Return whether to save after a step, because of its number or the time on rank 0's clock. Collective."""
         every, limit = self._config.every, self._config.every_minutes
-        if not self.is_on or step == self._steps or (every and step % every == 0):
-            return self.is_on
+        if not self._config.is_on or step == self._steps or (every and step % every == 0):
+            return self._config.is_on
         late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= 60 * limit
         return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
 
@@ -119,13 +115,12 @@ def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -
     """Restore a stage from a checkpoint, including the learning-rate factor if the run went back to it, and return this
     rank's whole state. Raise UserError if the checkpoint lacks a part. Collective."""
     state = checkpoints.load(stage.policy.engine, checkpoint)
-    stage.policy.load_state_dict(state["policy"])
+    lr_scale = checkpoint.manifest.lr_scale
+    stage.policy.load_state_dict(state["policy"] | ({} if lr_scale is None else {"lr_scale": lr_scale}))
     for name, part in stage.all_parts.items():
         # Settings that were added with run.allow_changes may need parts that the checkpoint lacks.
         refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: remove its settings")
         part.load_state_dict(state[name])
     if stage.shards is not None:
         stage.shards.load(checkpoint.folder)
-    if (lr_scale := checkpoint.manifest.lr_scale) is not None:
-        stage.policy.scale_lr(lr_scale)
     return state

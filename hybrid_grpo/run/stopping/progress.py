@@ -9,20 +9,54 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
+from torch.distributed import DistError
 
 from hybrid_grpo.config import RunConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
-from hybrid_grpo.distributed.ranks import all_reduce
-from hybrid_grpo.run.stopping.status import LAUNCHER_GONE, TIME_OVER, SharedStatus, own_status
+from hybrid_grpo.distributed.ranks import all_reduce, local_ranks, rank, store, world_size
+from hybrid_grpo.run.stopping.status import LAUNCHER_GONE, TIME_OVER, RankStatus, SharedStatus, own_status
 
 _ABANDONED_AT = ("scoring", "old_logp", "update")
 """Phases before which a step can be abandoned: until then, it has only changed state of which there is a copy."""
-
 _GRACE_S = 20.0
 """Time to reach a stop point and to save a small model."""
+_BEAT_S, _LEFT = 5.0, 1 << 40
+"""Seconds between two beats of a rank; and how many it adds when it leaves, more than there can be otherwise."""
+
+
+@contextmanager
+def heartbeat(mine: RankStatus) -> Iterator[None]:
+    """A context in which ranks on several machines show each other every 5 s that they are there, without collectives.
+    `mine` then says, for the watcher, from which rank nothing has been heard for the longest time. Ranks that have left
+    the context without an exception are not missed."""
+    if local_ranks() == world_size():
+        yield
+        return
+    beats, own, over = store("heartbeat"), str(rank()), threading.Event()
+    seen = dict.fromkeys(map(str, range(world_size())), (0, time.monotonic()))
+
+    def beat() -> None:
+        while not over.wait(_BEAT_S):
+            with suppress(DistError):  # the store may be lost, and the machine of rank 0, where it is
+                beats.add(own, 1)
+                for other, (before, _) in seen.items():
+                    if (count := beats.add(other, 0)) > before or count >= _LEFT:
+                        seen[other] = count, time.monotonic()
+            mine.heard, mine.silent = min((at, int(other)) for other, (_, at) in seen.items())
+        mine.heard = 0.0
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    try:
+        yield
+        with suppress(DistError):
+            beats.add(own, _LEFT)
+    finally:
+        over.set()
 
 
 class Progress:

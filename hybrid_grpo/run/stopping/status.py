@@ -41,6 +41,8 @@ class RankStatus(ctypes.Structure):
     stall_s: float  # time without a sign of life that counts as a stall; 0: never
     stalled: float  # when this rank's watcher noticed a stall
     said: int  # checksum of the error that the rank has printed
+    silent: int  # of the ranks of several machines, the one that was last heard from longest ago
+    heard: float  # when that was; 0 if all are on this machine
     behind: int  # how likely it is that others wait for this rank: 0 (it waits itself) to 4
 
 

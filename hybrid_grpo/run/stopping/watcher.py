@@ -5,7 +5,7 @@ and of all processes that the rank leaves behind. It
 
 - passes on requests to stop (SIGINT, SIGTERM, SIGUSR1, SIGHUP), and ends a rank that takes longer than `run.grace_s`;
 - asks the rank to stop when the launcher that started it is gone;
-- ends the rank when another rank of the machine has died;
+- ends the rank when another rank of the machine has died, or nothing is heard from one on another machine;
 - notices when no rank of the machine shows a sign of life, and prints where each one stands;
 - kills what the rank has started once the rank has ended, and ends with the rank's status.
 
@@ -47,10 +47,13 @@ _LAUNCHER_GRACE_SECONDS = 10.0
 _FOLLOW_SECONDS = 5.0
 """A rank whose collective fails waits this long for news that another rank has died, which would be the reason. A rank
 that lives on after another's death is ended after twice this time."""
+_LOST_SECONDS = 180.0
+"""Time without a sign of life from a rank, which may be on another machine, after which this rank is ended."""
 _INNERMOST = 8
 """Number of innermost frames of a stack that are searched for a collective."""
 _STACK_SECONDS, _VERDICT_SECONDS = 2.0, 4.0
 """Time from a noticed stall until ranks must have printed their stacks, and until the verdict is printed."""
+_ENDED = "ended; --run.resume auto continues from the last checkpoint"
 _LEFTOVER_SECONDS = 3.0
 """Time that processes left behind by a successful rank have to end by themselves."""
 _LAUNCHERS = re.compile(
@@ -61,8 +64,8 @@ _HELPER = re.compile(r"^deepspeed\.launcher\.launch$|deepspeed/launcher/launch\.
 """Matches the process of DeepSpeed's launcher that another process of it has started."""
 _OF_LAUNCHERS = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that the launchers of DeepSpeed and torch set for their ranks."""
-_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
-"""Matches a file name of a stack, or the error of a failed collective."""
+_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL| in wait_for_all\b")
+"""Matches a line of a stack, or the error of a failed collective."""
 
 
 def watched(work: Callable[[], int]) -> NoReturn:
@@ -113,7 +116,7 @@ def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
         return work()
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[-_INNERMOST:]
-        if not any(_COLLECTIVE.search(text) for text in (str(error), *(frame.filename for frame in frames))):
+        if not any(_COLLECTIVE.search(text) for text in (str(error), *map(str, frames))):
             raise
         deadline = time.monotonic() + _FOLLOW_SECONDS
         while time.monotonic() < deadline:
@@ -193,11 +196,10 @@ class _Watcher:
             if mine.phase == 0:
                 self.end(RESUME_STATUS, "stopped before there was anything to save")
             if now - mine.asked > grace_s and mine.cause != TIME_OVER:
-                self.end(
-                    RESUME_STATUS,
-                    f"{PHASES[mine.phase]} did not end within {grace_s:g} s of the request to stop: ended; --run.resume"
-                    " auto continues from the last checkpoint",
-                )
+                phase = PHASES[mine.phase]
+                self.end(RESUME_STATUS, f"{phase} did not end within {grace_s:g} s of the request to stop: {_ENDED}")
+        if mine.heard and now - max(mine.heard, self.awake) > _LOST_SECONDS:
+            self.end(RESUME_STATUS, f"rank {mine.silent} has shown no sign of life for {_LOST_SECONDS:g} s: {_ENDED}")
         if self.dead is None:
             self.dead, self.dead_since = _dead_rank(self.shared), now
         elif now - self.dead_since > 2 * _FOLLOW_SECONDS:
@@ -241,7 +243,7 @@ class _Watcher:
             _say(
                 self.shared,
                 f"run.stall_minutes {mine.stall_s / 60:g}: no rank makes progress; rank {worst} is behind, in"
-                f" {_where(entries[worst])}: the run is ended, --run.resume auto continues from the last checkpoint",
+                f" {_where(entries[worst])}: {_ENDED}",
             )
         else:
             time.sleep(_LOOK_SECONDS)  # so that the verdict is printed before a launcher sees a rank end

@@ -1,11 +1,14 @@
 """Boards of ranks, and whom a rank blames for an exchange that failed."""
 
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from rank_threads import in_ranks
 
-from hybrid_grpo.run.stopping import watcher
-from hybrid_grpo.run.stopping.status import SharedStatus, shared_status
+from hybrid_grpo.run.stopping import progress, watcher
+from hybrid_grpo.run.stopping.status import RankStatus, SharedStatus, shared_status
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,24 @@ def test_a_run_at_the_same_port_that_ends_this_rank_s_entry_ends_no_watcher():
     watching = watcher._Watcher.__new__(watcher._Watcher)
     watching.shared, watching.mine = SimpleNamespace(rank=0, entries=[mine, other, older]), mine
     assert watching.running() == [0, 1]
+
+
+def test_a_rank_that_may_be_on_another_machine_is_missed_unless_it_has_left_normally(monkeypatch):
+    """NCCL noticed a machine that was gone after engine.timeout_minutes."""
+    monkeypatch.setattr(progress, "local_ranks", int)
+    monkeypatch.setattr(progress, "_BEAT_S", 0.01)
+    monkeypatch.setattr(watcher, "_LOST_SECONDS", 0.5)
+    watching, ended = watcher._Watcher(SharedStatus(), 0, [], 0), []
+    monkeypatch.setattr(watching, "end", lambda *end: ended.append(end))
+
+    def run(number: int) -> None:
+        with suppress(OSError), progress.heartbeat(RankStatus() if number else watching.mine):
+            deadline = time.monotonic() + (30, 0, 0.2)[number]
+            while time.monotonic() < deadline and not ended:
+                watching.look(time.monotonic())
+                time.sleep(0.01)
+            if number == 2:
+                raise OSError("its machine is gone")
+
+    in_ranks(3, run)
+    assert ended == [(watcher.RESUME_STATUS, f"rank 2 has shown no sign of life for 0.5 s: {watcher._ENDED}")]

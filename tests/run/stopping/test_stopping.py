@@ -345,20 +345,14 @@ def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(m
     unwatched.enter("update", 1)
     assert unwatched.stop_requested() and not unwatched.stops() and unwatched.stop_reason() == "SIGTERM"
     # A watched run counts its imports too.
-    shared.mine.watcher, shared.mine.started, progress = (
-        1,
-        now[0] - 3601,
-        progresses.Progress(RunConfig(stop_after="1h")),
-    )
+    shared.mine.watcher, shared.mine.started = 1, now[0] - 3601
+    progress = progresses.Progress(RunConfig(stop_after="1h"))
     progress.start()
     assert progress.stop_requested()
 
 
 @pytest.mark.parametrize("status, lives, found", [
-    (-1, True, None),
-    (0, False, None),
-    (7, True, (1, 7)),
-    (-1, False, (1, 137)),
+    (-1, True, None), (0, False, None), (7, True, (1, 7)), (-1, False, (1, 137)),
 ])  # fmt: skip
 def test_a_rank_is_dead_that_ended_badly_or_whose_watcher_is_gone(monkeypatch, status, lives, found):
     monkeypatch.setattr(watcher, "_lives", lambda pid: lives)

@@ -136,8 +136,7 @@ def _sample(
             before += _weight(x, inside & (_key(x, BITS) >= lowest), peak, inverse_temperature)
         limit = _portion(tl.sum(before, axis=0), top_p)
         lowest = tl.maximum(
-            lowest,
-            _lowest_kept(logits, vocabulary, peak, inverse_temperature, lowest, limit, True, BITS, SEARCH_BLOCK),
+            lowest, _lowest_kept(logits, vocabulary, peak, inverse_temperature, lowest, limit, True, BITS, SEARCH_BLOCK)
         )
 
     # Sum the kept weights of each block: the block in which the running sum passes the draw has the token.
