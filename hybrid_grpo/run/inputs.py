@@ -191,7 +191,8 @@ def read_training_prompts(config: TrainConfig, sampler: SamplingContext, partner
     count = len(training.prompts)
     refuse(
         count < config.rollout.prompts_per_step,
-        f"rollout.prompts_per_step {config.rollout.prompts_per_step} is above {count} prompts: set {count} or lower",
+        f"rollout.prompts_per_step {config.rollout.prompts_per_step} is more than the {count} prompts of the data: set"
+        f" {count} or lower",
     )
     sampler.check_room(training.longest)
     check(training.prompts)

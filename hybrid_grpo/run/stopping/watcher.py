@@ -46,7 +46,7 @@ _GRACE_SECONDS = 20.0
 _LAUNCHER_GRACE_SECONDS = 10.0
 _FOLLOW_SECONDS = 5.0
 """A rank whose collective fails waits this long for news that another rank has died, which would be the reason. A rank
-that lives on after another's death is ended after twice this time."""
+that lives on after another's death is ended after this time."""
 _LOST_SECONDS = 180.0
 """Time without a sign of life from a rank, which may be on another machine, after which this rank is ended."""
 _INNERMOST = 8
@@ -202,7 +202,7 @@ class _Watcher:
             self.end(RESUME_STATUS, f"rank {mine.silent} has shown no sign of life for {_LOST_SECONDS:g} s: {_ENDED}")
         if self.dead is None:
             self.dead, self.dead_since = _dead_rank(self.shared), now
-        elif now - self.dead_since > 2 * _FOLLOW_SECONDS:
+        elif now - self.dead_since > _FOLLOW_SECONDS:
             self.end(self.dead[1], _blame(self.shared, self.dead))
         entries = [self.shared.entries[rank] for rank in self.running()]
         stalled = [entry.stalled for entry in entries if entry.stalled]
