@@ -5,12 +5,13 @@ A graph replays with the addresses and the number of rows of its capture. So the
 a few sizes, and tensors that a graph reads or writes must not move. A graph serves sequences of all lengths.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hybrid_grpo.model.kernels.gpu import fall_back
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SIZE_STEP = 64
@@ -92,5 +93,5 @@ class Graphs:
                 self._captured[rows] = self._capture(step)
             except RuntimeError as error:
                 self.usable = False
-                warnings.warn(f"decoding is slower without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
+                fall_back("decoding", "CUDA graphs", str(error).splitlines()[0])
         return result

@@ -184,18 +184,20 @@ class Segments:
         return buckets, Selection(np.argsort(tokens), self._device)
 
     def _one_by_one(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        queries = [length for _, length in self._own]
-        keys = [before + length for (_, before), length in zip(self._prefix, queries, strict=True)]
-        gathered = self._lengths[0]
-        key, value = (x if gathered is None else gathered(x) for x in (key, value))
-        rows = []
         # Split rather than sliced: the gradient of a slice is as large as the whole row.
-        for parts in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
-            q, k, v = (part.transpose(0, 1)[None] for part in parts)
-            before, allowed = k.shape[2] - q.shape[2], None
-            if before or 0 < options.window < k.shape[2]:
-                allowed = _seen(torch.arange(before, k.shape[2], device=q.device), k.shape[2], options.window)
-            rows.append(attend(q, k, v, allowed, options)[0].transpose(0, 1))
+        q = query.split([length for _, length in self._own])
+        pieces = sorted({*self._own, *(prefix for prefix in self._prefix if prefix[1])})
+        k, v = (tensor.split([length for _, length in pieces]) for tensor in (key, value))
+        number_at = {start: number for number, (start, _) in enumerate(pieces)}
+        rows = []
+        for i, (start, before) in enumerate(self._prefix):
+            seen = [number_at[start], i] if before else [i]
+            keys, values = (torch.cat([pieces[number] for number in seen]) for pieces in (k, v))
+            allowed, count = None, len(keys)
+            if before or 0 < options.window < count:
+                allowed = _seen(torch.arange(before, count, device=self._device), count, options.window)
+            queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q[i], keys, values))
+            rows.append(attend(queries, keys, values, allowed, options)[0].transpose(0, 1))
         return torch.cat(rows)
 
     @cached_property

@@ -183,14 +183,10 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
     """
     config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
+    auto, dtype, safe = loader(config), getattr(torch, policy.dtype), None if policy.pickled_weights else True
+    plain = without_dropout(config)
     model = load_weights(
-        loader(config),
-        policy.model,
-        without_dropout(config),
-        setting,
-        dtype=getattr(torch, policy.dtype),
-        attn_implementation=attention,
-        use_safetensors=None if policy.pickled_weights else True,
+        auto, policy.model, plain, setting, dtype=dtype, attn_implementation=attention, use_safetensors=safe
     )
     if policy.gradient_checkpointing:
         kind = type(model).__name__

@@ -122,11 +122,10 @@ class _TokenLogprobs(torch.autograd.Function):
             for rows in row_tiles:
                 x = logits_of(hidden_ND[rows], weight, bias, slice(None), shape)
                 x = x if support is None else support.hide(x, rows, columns)
-                target, normalizer, entropy, dlogp = (t[rows] for t in (target_N, normalizer_N, entropy_N, dlogp_N))
-                dentropy, keep = None if dentropy_N is None else dentropy_N[rows], shape.softcap is not None
                 dx = softmax_gradient(
-                    x, columns.start, target, normalizer, entropy, dlogp, dentropy, temperature, keep=keep
-                )
+                    x, columns.start, target_N[rows], normalizer_N[rows], entropy_N[rows], dlogp_N[rows],
+                    None if dentropy_N is None else dentropy_N[rows], temperature, keep=shape.softcap is not None,
+                )  # fmt: skip
                 dx = shape.backward_(dx, x).to(weight.dtype)
                 del x
                 add_product(dhidden_ND[rows], dx, weight)

@@ -14,9 +14,10 @@ from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.building import dump
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
-from hybrid_grpo.distributed.ranks import barrier, rank, world_size
+from hybrid_grpo.distributed.ranks import all_gather_objects, barrier, rank, world_size
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.model.doing import Doing
+from hybrid_grpo.model.kernels.gpu import fallbacks, slow_ranks
 from hybrid_grpo.records.alarm_records import write_alarm
 from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
 from hybrid_grpo.records.exports import export, exported
@@ -170,6 +171,8 @@ class TrainingRun:
                 Doing(f"step {step}: sampling, scoring and training") if is_first else nullcontext(),
             ):
                 stage.step(step)
+            if is_first and world_size() > 1 and (slow := slow_ranks(all_gather_objects(fallbacks))):
+                say(f"WARNING: all ranks wait for those without a kernel: {slow}")
         except RunInterrupted:
             stage.progress.enter("saving")
             self._save_before(stage, step, before)

@@ -1,7 +1,9 @@
 """When a run saves itself, and what it does when that fails."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,7 +11,9 @@ from hybrid_grpo.config import RunConfig, TrainConfig, dump
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.run import CheckpointConfig
+from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.records.write_failures import WriteFailed
+from hybrid_grpo.run import training
 from hybrid_grpo.run.saving import saver as savers
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.settings import settings_of
@@ -240,3 +244,20 @@ def test_numbers_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_pat
     run.checkpoints.save = lambda *_: order.append("checkpoint")
     run.saver.save(stage, 1, {})
     assert order == ["metrics.jsonl", "rollouts", "run", "checkpoint"]
+
+
+def test_the_ranks_that_do_without_a_kernel_are_named_after_the_first_step(tmp_path, monkeypatch, capsys):
+    """A rank without a kernel warned on its own output alone, and all others waited for it."""
+    run, stage = make(tmp_path)
+    run.start, stage.step = SimpleNamespace(step=0), lambda step: None
+    profiler = SimpleNamespace(step=lambda *_: nullcontext())
+    fails = Mock(side_effect=RuntimeError("no compiler\nat all"))
+    gpu.fallbacks.clear()
+    with pytest.warns(UserWarning, match="^sampling is slower without a Triton kernel: no compiler$"):
+        assert not gpu.tried("sampling", fails)
+    monkeypatch.setattr(training, "world_size", lambda: 4)
+    monkeypatch.setattr(training, "all_gather_objects", lambda own: [{}, own, {}, {**own, "decoding without X": "Y"}])
+    for step in (1, 2):
+        run._make_step(stage, step, profiler, None)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert line.endswith("ranks 1 3: sampling without a Triton kernel: no compiler; ranks 3: decoding without X: Y")

@@ -144,7 +144,7 @@ class Plan:
         self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         self.offloads = config.engine.offload_optimizer
         self.pins = self.gpu and zero.get("offload_optimizer", {}).get("pin_memory", True)
-        self.sub_group = int(float(zero.get("sub_group_size", _SUB_GROUP)))
+        self.sub_group = int(float(zero.get("sub_group_size", 0))) or _SUB_GROUP
         groups = self.batch.prompts_per_rank - (-config.rollout.carried_groups // self.ranks)
         self.rows = groups * config.rollout.num_generations
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)

@@ -4,10 +4,10 @@ Triton comes with torch's builds for GPUs; without it torch computes everything.
 checked, once on the device, that it agrees with torch; see `tried`.
 """
 
-from hybrid_grpo.model.kernels.gpu.launcher import proven, tried, triton, usable
+from hybrid_grpo.model.kernels.gpu.launcher import fall_back, fallbacks, proven, slow_ranks, tried, triton, usable
 
 if triton is not None:
     from hybrid_grpo.model.kernels.gpu import attention, gate, norm, rotary, rotation, sampling, softmax, states
 
-__all__ = ["proven", "tried", "usable"]
+__all__ = ["fall_back", "fallbacks", "proven", "slow_ranks", "tried", "usable"]
 __all__ += ["attention", "gate", "norm", "rotary", "rotation", "sampling", "softmax", "states"]

@@ -331,17 +331,13 @@ def paged_attention(
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
     parts, arrived = _room(scratch, queries * (v0 + v1 + 2), query.device) if splits > 1 else (out, table)
     launch(
-        _attend,
-        (n * splits, kv, tiles),
-        *(out, query, keys, values, table, position),
-        *(table if begins is None else begins, out if sinks is None else sinks, parts, arrived),
-        *(query.stride(0), query.stride(1), table.stride(0), *keys.stride()[:3], *values.stride()[:3]),
-        *(scale, softcap, window, max(1, least // entries), splits),
-        **{"RAGGED": begins is not None, "SINKS": sinks is not None, "SOFTCAP": softcap > 0, "WINDOW": window > 0},
-        **{"SHARED": shares, "GROUP": group, "PAGE": page, "QUERIES": queries, "ENTRIES": entries},
-        AT_ONCE=_at_once(queries * max(v0, v1)) if stages == _DEEP else 1,
-        **{"D": d, "D0": d0, "D1": d1, "V": v, "V0": v0, "V1": v1},
-        num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8,
-        num_stages=stages,
-    )
+        _attend, (n * splits, kv, tiles), out, query, keys, values, table, position,
+        table if begins is None else begins, out if sinks is None else sinks, parts, arrived,
+        query.stride(0), query.stride(1), table.stride(0), *keys.stride()[:3], *values.stride()[:3],
+        scale, softcap, window, max(1, least // entries), splits,
+        RAGGED=begins is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0, WINDOW=window > 0,
+        SHARED=shares, GROUP=group, PAGE=page, QUERIES=queries, ENTRIES=entries,
+        AT_ONCE=_at_once(queries * max(v0, v1)) if stages == _DEEP else 1, D=d, D0=d0, D1=d1, V=v, V0=v0, V1=v1,
+        num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8, num_stages=stages,
+    )  # fmt: skip
     return out

@@ -23,6 +23,25 @@ def usable(*tensors: Tensor) -> bool:
     return triton is not None and all(on_gpu(t) and (not t.dim() or t.stride(-1) == 1) for t in tensors)
 
 
+fallbacks: dict[str, str] = {}
+"""What this process computes without a kernel, and why."""
+
+
+def fall_back(what: str, kernel: str, reason: str) -> None:
+    """Warn that `what` runs more slowly, without `kernel`, and note it in `fallbacks`."""
+    fallbacks[f"{what} without {kernel}"] = reason
+    warnings.warn(f"{what} is slower without {kernel}: {reason}", stacklevel=4)
+
+
+def slow_ranks(fallbacks_R: list[dict[str, str]]) -> str:
+    """Return which ranks compute what without a kernel, and why, given the `fallbacks` of each; "" if none does."""
+    ranks: dict[str, list[str]] = {}
+    for number, found in enumerate(fallbacks_R):
+        for what, reason in found.items():
+            ranks.setdefault(f"{what}: {reason}", []).append(str(number))
+    return "; ".join(f"ranks {' '.join(those)}: {what}" for what, those in ranks.items())
+
+
 def tried(what: str, check: Callable[[], bool], kernel: str = "a Triton kernel") -> bool:
     """Return the result of `check`. If `check` fails or raises, warn that `what` runs more slowly, without `kernel`."""
     try:
@@ -30,7 +49,7 @@ def tried(what: str, check: Callable[[], bool], kernel: str = "a Triton kernel")
     except Exception as error:  # a compiler that is missing or fails raises errors of many types
         agrees, reason = False, (str(error).strip() or type(error).__name__).splitlines()[0]
     if not agrees:
-        warnings.warn(f"{what} is slower without {kernel}: {reason}", stacklevel=3)
+        fall_back(what, kernel, reason)
     return agrees
 
 

@@ -142,11 +142,10 @@ def _forward(
         to = total, out, torch.empty(len(flat), dtype=torch.float32, device=x.device)
     total, out, inverse = to
     launch(
-        _add_norm,
-        (triton.cdiv(len(flat), tile["ROWS"]),),
-        *(out, total, inverse, flat, other, weight, flat.stride(0), other.stride(0), len(flat), size, formula.epsilon),
-        **{"ADD": residual is not None, "OFFSET": formula.offset, "ROUND": formula.rounds, **tile},
-    )
+        _add_norm, (triton.cdiv(len(flat), tile["ROWS"]),),
+        out, total, inverse, flat, other, weight, flat.stride(0), other.stride(0), len(flat), size, formula.epsilon,
+        ADD=residual is not None, OFFSET=formula.offset, ROUND=formula.rounds, **tile,
+    )  # fmt: skip
     return total, out, inverse
 
 
@@ -189,12 +188,10 @@ class AddNorm(torch.autograd.Function):
         # Zeros where there are no rows, and with them no programs.
         dweights = torch.empty(programs if train else 0, size, dtype=torch.float32, device=total.device)
         launch(
-            _add_norm_backward,
-            (programs,),
-            *(dx, dweights, grad, more, flat, inverse, weight, grad.stride(0), more.stride(0), flat.stride(0)),
-            *(rows, size, tiles, programs),
-            **{"ADD": dtotal is not None, "OFFSET": ctx.formula.offset, "ROUND": ctx.formula.rounds},
-            **{"TRAIN": train, **tile},
-        )
+            _add_norm_backward, (programs,),
+            dx, dweights, grad, more, flat, inverse, weight, grad.stride(0), more.stride(0), flat.stride(0),
+            rows, size, tiles, programs,
+            ADD=dtotal is not None, OFFSET=ctx.formula.offset, ROUND=ctx.formula.rounds, TRAIN=train, **tile,
+        )  # fmt: skip
         dweight = dweights.sum(0).to(weight.dtype) if train else None
         return dx, dx if ctx.adds else None, dweight, None
