@@ -146,13 +146,13 @@ def make_trainer(
         turns=inputs.partners,
         journal=services.journal,
     )
-    reference = make_reference(config, policy)
+    reference = make_reference(config, policy, on_device=memory is not None and memory.refers)
     for feature in features:
         feature.load(policy)
     return Trainer(config, plan, policy, reference, inputs, device, features, services)
 
 
-def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
+def make_reference(config: TrainConfig, policy: Policy, *, on_device: bool = False) -> Reference | None:
     """Return the starting weights, to which the KL term keeps the policy close; None if beta is 0. Collective."""
     from hybrid_grpo.run.reference import Reference, UnadaptedReference
 
@@ -160,7 +160,7 @@ def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
         return None
     if policy.adapters and not is_adapter(config.policy.model):
         return UnadaptedReference(policy, policy.adapters)
-    return Reference(config.policy, config.engine, policy.vocabulary)
+    return Reference(config.policy, config.engine, policy.vocabulary, on_device=on_device)
 
 
 def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None = None) -> str:

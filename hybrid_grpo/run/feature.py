@@ -26,7 +26,7 @@ from hybrid_grpo.records.metrics.meter import Meter
 
 if TYPE_CHECKING:
     from hybrid_grpo.run.inputs import RunInputs
-    from hybrid_grpo.run.memory.plan import FeatureMemory
+    from hybrid_grpo.run.memory.phases import FeatureMemory
 
 
 class Stateful(Protocol):

@@ -14,14 +14,17 @@ from hybrid_grpo.policy import Policy
 
 
 class Reference:
-    """The reference policy: a frozen copy of the starting weights, or of later ones, sharded over the ranks in host
-    memory (ZeRO-3). For `vocabulary` see `Policy`."""
+    """The reference policy: a frozen copy of the starting weights, or of later ones, sharded over the ranks (ZeRO-3) in
+    host memory, or with `on_device` in the GPUs'. For `vocabulary` see `Policy`."""
 
-    def __init__(self, policy: PolicyConfig, engine: EngineConfig, vocabulary: int | None = None) -> None:
+    def __init__(
+        self, policy: PolicyConfig, engine: EngineConfig, vocabulary: int | None = None, *, on_device: bool = False
+    ) -> None:
         def read() -> LogprobModel:
             return LogprobModel(load_model(policy, training_attention(policy)), vocabulary)
 
-        self.engine = engines.OffloadedModel(read, policy.dtype, engine.fetching)
+        fetching = engine.fetching | ({"offload_param": {"device": "none"}} if on_device else {})
+        self.engine = engines.OffloadedModel(read, policy.dtype, fetching)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """ref_logp_BT of the rows in `batches`; see `measured`. Collective."""

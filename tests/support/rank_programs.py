@@ -80,7 +80,7 @@ def made(folder: Path, *, features: bool = True, workspace: Workspace | None = N
     config = build_config(TrainConfig, {**usual, **given})
     device = engines.start()
     plan, inputs = check_train(config, world_size()), RunInputs.read(config)
-    memory: Any = SimpleNamespace(workspace=lambda: workspace)
+    memory: Any = SimpleNamespace(workspace=lambda: workspace, refers=config.grpo.ref_every == 0)
     chosen = make_features(config, plan, inputs) if features else []
     return make_trainer(config, plan, inputs, chosen, device, memory, RunServices())
 

@@ -24,8 +24,8 @@ from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.sidecars import TokenRow, without
 from hybrid_grpo.run.feature import Feature, LossTerm
-from hybrid_grpo.run.memory.phases import Part
-from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
+from hybrid_grpo.run.memory.phases import FeatureMemory, Part
+from hybrid_grpo.run.memory.plan import Plan
 
 if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy

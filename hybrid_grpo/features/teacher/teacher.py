@@ -36,8 +36,8 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Advantages, Feature, LossTerm, Scored
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.memory.phases import Part
-from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
+from hybrid_grpo.run.memory.phases import FeatureMemory, Part
+from hybrid_grpo.run.memory.plan import Plan
 
 
 class TeacherMemory(FeatureMemory):

@@ -22,12 +22,11 @@ from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.loading import load_config
-from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.model.towers import tower_parameters
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure, power_of_two
-from hybrid_grpo.run.memory.phases import Part, Phase, gib
+from hybrid_grpo.run.memory.phases import FeatureMemory, Part, Phase, gib
 
 KEPT_BELOW = 0.85
 """Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory.
@@ -45,27 +44,6 @@ _CPU_HEAP = 1.5
 """Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
 _MAX_LIVE, _BUCKET, _SUB_GROUP = 10**9, 5 * 10**8, 10**9
 """DeepSpeed's defaults, in elements: gathered weights alive at a time, a gradient bucket, a group of ZeRO-3's step."""
-
-
-class FeatureMemory:
-    """A feature's share of the memory plan. Features override the methods."""
-
-    name = ""
-
-    def __init__(self, config: TrainConfig) -> None: ...
-
-    def part(self, plan: Plan, on_host: bool) -> Part:
-        """Return the memory that the feature holds from step to step, on the host or on the device."""
-        raise NotImplementedError
-
-    def seconds(self, plan: Plan, forward: float, passes: int) -> float:
-        """Return the seconds that the feature adds to a step, if a forward pass of the policy over a rollout takes
-        `forward` seconds, and training on the rollout takes as long as `passes` forward passes."""
-        return 0.0
-
-    def head(self, places: int, vocabulary: int) -> HeadFunction | None:
-        """Return what the policy's head computes in addition for `places` target tokens in training, or None."""
-        return None
 
 
 def estimate(
@@ -161,8 +139,13 @@ class Plan:
         wish = config.rollout.keep_cache if config.rollout.decoder == "paged" else "off"
         self.keeps = self.gpu and wish != "off"
         """Whether the memory of decoding stays on the GPU while the policy trains."""
+        self.refers = False
+        """Whether the reference is on the GPU, where its forward waits for no copies; one that moves never is."""
         if self.keeps and wish == "auto":
             self.keeps = self.peak.bytes <= KEPT_BELOW * self.hardware.device_bytes
+        if self.keeps and not self.hosted and not config.grpo.ref_every and self.reference().bytes:
+            self.refers = True
+            self.refers = self.peak.bytes <= KEPT_BELOW * self.hardware.device_bytes
 
     def workspace(self) -> Workspace | None:
         """Return the sizes of the decoding memory that the run keeps; None if it is released after each rollout."""
@@ -197,7 +180,7 @@ class Plan:
         parts = sorted(self.peak.parts, key=lambda part: -part.bytes)[:3]
         largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts)
         free = gib(self.hardware.device_bytes)
-        kept = ", the cache stays during training" if self.keeps else ""
+        kept = ", the cache stays during training" * self.keeps + ", the reference is on the GPU" * self.refers
         return f"about {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free{kept}"
 
     @property
@@ -240,8 +223,14 @@ class Plan:
         pinned = int(self.sizes.padded * (1 / self.ranks + self.second))
         hosted = self.dtype * pinned + power_of_two(self.dtype * self.owned)
         weights = Part("weights", hosted if self.hosted else 0, "more ranks")
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
-        parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures]
+        parts = [self.process, self.reward_models(on_host=True), weights, *states]
+        parts += [
+            *([] if self.refers else [self.reference()]),
+            *self.feature_parts(on_host=True),
+            self.export,
+            self.copy(),
+            self.pictures,
+        ]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
@@ -253,6 +242,7 @@ class Plan:
             self.reward_models(on_host=False),
             *self.feature_parts(on_host=False),
             Part("tower", self.dtype * self.tower),
+            *([self.reference()] if self.refers else []),
         ]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
@@ -321,12 +311,12 @@ class Plan:
         return Part("gathered weights", self.dtype * elements)
 
     def reference(self) -> Part:
-        """Return the reference in host memory, sharded over the ranks, and the float32 average that it may be the
-        rounding of. With new adapters, it takes no memory of its own."""
+        """Return the reference, sharded over the ranks, and the float32 average that it may be the rounding of. With
+        new adapters, it takes no memory of its own."""
         grpo, each = self.config.grpo, self.n // self.ranks
         loaded = grpo.has_reference and (not self.config.lora.rank or is_adapter(self.config.policy.model))
         average = 4 * each if grpo.averages_reference and self.dtype == 2 else 0
-        weights = self.dtype * (self.sizes.padded // self.ranks if self.gpu else each)
+        weights = self.dtype * (self.sizes.padded // self.ranks if self.gpu and not self.refers else each)
         return Part("reference", weights + average if loaded else 0, "grpo.beta 0, more ranks")
 
     def copy(self) -> Part:

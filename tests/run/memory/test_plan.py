@@ -33,7 +33,7 @@ from hybrid_grpo.run.memory import plan as plans
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import DryRun, Footprint, NeedsData, Sizes, largest_micro_batch, measure
 from hybrid_grpo.run.memory.phases import Part
-from hybrid_grpo.run.memory.plan import NCCL_BYTES, Plan
+from hybrid_grpo.run.memory.plan import KEPT_BELOW, NCCL_BYTES, Plan
 
 
 def test_states_of_qwen2_0_5b_by_stage():
@@ -169,7 +169,8 @@ def test_every_gpu_of_the_table_can_be_named():
 
 
 def test_offloaded_states_and_the_reference_are_in_host_memory():
-    config = replace(recipe(grpo=GrpoConfig(beta=0.1)), engine=EngineConfig(offload_optimizer=True))
+    roomy = replace(recipe(grpo=GrpoConfig(beta=0.1)), engine=EngineConfig(offload_optimizer=True))
+    config = replace(roomy, rollout=replace(roomy.rollout, keep_cache="off"))
     made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU)
     host = {part.name: part.bytes for part in made.host.parts}
     owned, padded = N // 8, SIZES.padded // 8
@@ -184,6 +185,15 @@ def test_offloaded_states_and_the_reference_are_in_host_memory():
         )
         averaged = Plan(moving, SIZES, batch_plan(moving, 8), 512, GPU)
         assert {part.name: part.bytes for part in averaged.host.parts}["reference"] == size * padded + average * owned
+    # Where there is room beside the kept cache it is on the GPU, if it does not move.
+    moving = replace(roomy, grpo=GrpoConfig(beta=0.1, ref_every=1))
+    room = int(Plan(roomy, SIZES, batch_plan(roomy, 8), 512, GPU).peak.bytes / KEPT_BELOW) + 1
+    cases = ((roomy, room, True), (roomy, room - owned, False), (moving, room, False), (config, room, False))
+    for of, room, refers in cases:
+        made = Plan(of, SIZES, batch_plan(of, 8), 512, replace(GPU, device_bytes=room))
+        assert made.refers == refers == ("on the GPU" in str(made)) and made.keeps == (of is not config)
+        assert ("reference" in {part.name for part in made.host.parts}) != refers
+        assert {part.name: part.bytes for part in made.peak.parts}.get("reference", 0) == 2 * owned * refers
     # Of adapters the reference is the model without them.
     adapted = replace(config, lora=LoraConfig(rank=8))
     assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}
