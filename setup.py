@@ -51,7 +51,7 @@ setup(
     ],
     extras_require={
         # The client that rollout.agent hands to a function; verifiers 0.4 asks for one below 3.
-        "agents": ["openai[aiohttp]>=1.92"],
+        "agents": ["openai[aiohttp]>=1.92", "httptools", "uvloop"],
         # The pages as a site, mkdocs.yml.
         "docs": ["mkdocs-material>=9.7"],
         "flash": ["flash-attn>=2.7"],

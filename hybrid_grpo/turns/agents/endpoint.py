@@ -50,7 +50,7 @@ class Endpoint:
             exception_handlers={HTTPException: _refusal, ClientDisconnect: nobody},
         )
         settings = uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=600
+            app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=600
         )
         server = uvicorn.Server(settings)
         threading.Thread(target=server.run, args=([listener],), name="endpoint", daemon=True).start()

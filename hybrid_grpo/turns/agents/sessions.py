@@ -67,6 +67,8 @@ class Agents:
         self._of_key: dict[str, Play] = {}
         """Episodes that may ask, by the keys that only their agents know."""
         self._open: set[Play] = set()
+        self._begun: dict[str, list[int]] = {}
+        """Tokens of the chats with which histories of a rollout began; episodes of a group begin alike."""
         self._sampling: dict[int, History] = {}
         """Histories that have not ended, by the keys of their sequences."""
         self._events: Arrivals[Callable[[], Ready]] = Arrivals()
@@ -139,7 +141,7 @@ class Agents:
         """Start an episode for every completion. Those of an earlier call are abandoned."""
         self._endpoint = self._endpoint or Endpoint(self)
         self._close()
-        self._ended = []
+        self._ended, self._begun = [], {}
         self._events.waited_s()
         self._plays = []
         for index, request in enumerate(requests):
@@ -238,7 +240,10 @@ class Agents:
             template, _ = self._of_tools(tools, ask.tools)
             if history is not None and all(message["role"] in _FOLLOWS for message in ask.chat[count:]):
                 return history, template.ids(history.sequence.tokens[-1], ask.chat[count:])
-            return None, template.whole(ask.chat)
+            text = json.dumps(ask.chat) + tools
+            if text not in self._begun:
+                self._begun[text] = template.whole(ask.chat)
+            return None, [*self._begun[text]]
         except Exception as error:  # a template is a program of the model's authors, and may refuse anything
             raise Refused(400, f"the chat template refuses the tools or the messages: {error}") from error
 
