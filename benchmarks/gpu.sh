@@ -145,7 +145,9 @@ part() { # NAME COMMAND...: the command writes its numbers to a file of that nam
         failed+=("$name")
     fi
     if [ -n "$lease" ]; then
-        tar -czf "${OUT:-$out}/$lease.tar.gz" -C "$out" --exclude=gpu/runs --exclude=gpu/bin gpu.json gpu.md gpu
+        # Runs too, without their weights. A process that outlives its part may still write.
+        tar -czf "${OUT:-$out}/$lease.tar.gz" -C "$out" --exclude=gpu/bin --exclude='*task' --exclude=checkpoints \
+            --exclude='*.safetensors' gpu.json gpu.md gpu || true
     fi
 }
 

@@ -190,7 +190,8 @@ def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
         done = gpu_sh(tmp_path, lease)
         assert done.returncode == (ended and missing), done.stdout[-3000:] + done.stderr[-3000:]
         with tarfile.open(tmp_path / f"{lease}.tar.gz") as archive:
-            assert {"gpu.json", "gpu.md"} <= {*archive.getnames()} and "gpu/runs" not in archive.getnames()
+            assert {"gpu.json", "gpu/runs/ranks/zero3/metrics.jsonl"} <= {*(names := archive.getnames())}
+            assert not [name for name in names if name.endswith(".safetensors")]
     done = gpu_sh(tmp_path)
     assert done.returncode == missing, done.stdout[-3000:] + done.stderr[-3000:]
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
