@@ -11,7 +11,6 @@ before they end, reads slowly, and in one case of eight raises. Afterwards the p
 before the first rollout, every page is free (the decoder asserts it), and nothing is answered any more.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,6 +22,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from machine import parser_of, save
 
 ROOT = Path(__file__).parent.parent
 EPISODES, MALFORMED = 256, 100_000
@@ -97,15 +98,13 @@ def learn(steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=["learn", "storm"])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rollouts", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = learn(arguments.steps) if arguments.what == "learn" else storm(arguments.rollouts)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    save(arguments.json, found)
 
 
 if __name__ == "__main__":

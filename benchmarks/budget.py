@@ -20,19 +20,17 @@ stores in Triton's interpreter, repeated loads included, times the number of pro
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from machine import parser_of, save
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -285,14 +283,10 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    file = parser.parse_args().json
-    numbers = measure()
+    file, numbers = parser_of(__doc__).parse_args().json, measure()
     for name, value in numbers.items():
         print(f"{name:28} {value:,.2f}" if isinstance(value, float) else f"{name:28} {value:,}")
-    if file is not None:
-        file.write_text(json.dumps(numbers, indent=2) + "\n")
+    save(file, numbers)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,6 @@ class Bench:
         self.whole = self.finished("whole", *self.run("whole"))
         self.seconds = self.took
 
-    # Starting ---------------------------------------------------------------------------------------------------------
-
     def arguments(self, name: str, *settings: str) -> list[str]:
         return ["train", "--config", "recipe.yaml", f"--run.dir={self.folder / name}", *settings]
 
@@ -84,8 +82,6 @@ class Bench:
         command = ["bash", "-c", line, "launch", *self.arguments(name)]
         pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=environment, start_new_session=True, **pipe)
-
-    # Comparing --------------------------------------------------------------------------------------------------------
 
     def finished(self, name: str, status: int, said: str) -> dict[str, Any]:
         """The results of a run that has ended well."""

@@ -11,8 +11,6 @@ real one starts them. All processes must end within their limits, and the next s
 one.
 """
 
-import argparse
-import json
 import os
 import re
 import shutil
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_bench import Bench, started
-from machine import machine
+from machine import machine, parser_of, save
 
 STAGES = ("sampling", "scoring", "update", "evaluation", "saving", "export")
 ACTIONS = ("raise", "exit", "hang in Python", "hang in C", "stopped")
@@ -55,9 +53,6 @@ def tried(bench: Bench, case: str, break_it: Callable[..., Entry], arguments: tu
     word = "ok  " if entry["passed"] else "FAIL"
     print(f"{word} {entry['seconds']:6.1f} s  {case}  {entry.get('why', '')}", flush=True)
     return entry
-
-
-# The cases ------------------------------------------------------------------------------------------------------------
 
 
 def kills(bench: Bench, number: int) -> Iterator[Case]:
@@ -331,11 +326,10 @@ PARTS: dict[str, tuple[Callable[[Bench, int], Iterator[Case]], int]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen cases; the status is 1 if one did not pass."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     for name, (_, number) in PARTS.items():
         parser.add_argument(f"--{name}", type=int, help=f"cases; {number} where no number is given for any")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = vars(parser.parse_args(arguments))
     chosen = {name: options[name] for name in PARTS if options[name] is not None}
     chosen = chosen or {name: number for name, (_, number) in PARTS.items()}
@@ -349,8 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = sum(entry["passed"] for entry in entries)
     print("\n".join(f"{n}: {sum(e['passed'] for e in result[n])} of {len(result[n])}" for n in PARTS if result[n]))
     result["machine"] = machine()
-    if options["json"]:
-        options["json"].write_text(json.dumps(result, indent=1, default=str) + "\n")
+    save(options["json"], result)
     return int(passed < len(entries))
 
 

@@ -34,7 +34,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
@@ -59,6 +58,7 @@ import yaml
 from field_models import load_tokenizer, model_folder
 from field_tokens import token_variations
 from field_variations import variations
+from machine import save
 from paths import ROOT
 
 from hybrid_grpo.__main__ import main as hybrid_grpo
@@ -220,8 +220,7 @@ def main() -> None:
             print(f"WRONG {name}: {why}")
     seconds = time.monotonic() - begin
     print(f"{sum(found.values())} cases, {len(failures)} wrong, {seconds:.0f} s: {dict(found)}")
-    if options.json:
-        options.json.write_text(json.dumps({"cases": found, "wrong": failures}, indent=1) + "\n")
+    save(options.json, {"cases": found, "wrong": failures})
     sys.exit(bool(failures))
 
 

@@ -1,8 +1,7 @@
-"""Names the packages for gpu_pack.sh, one `name==version` a line: transformers, and what setup.py and the tests of GPUs
-require, with all that it requires, without what a machine with torch, triton and an older transformers has.
+"""Names the packages for gpu_pack.sh, one `name==version` a line: transformers, TRL, and what setup.py and the parts of
+gpu.sh require, with all that it requires, without what a machine with torch, triton and an older transformers has.
 
-    python benchmarks/gpu_packages.py 3.12        # the version of Python there
-    python benchmarks/gpu_packages.py 3.12 all    # with those that read data sets
+    python benchmarks/gpu_packages.py 3.12    # the version of Python there
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from packaging.utils import canonicalize_name
 THERE = "torch", "triton", "transformers"
 LEFT_OUT = {"wandb"}
 """No part of gpu.sh logs to it."""
-LARGE = {"datasets", "pandas", "pyarrow"}
-"""65 MiB, for the parts that train."""
-TESTS = "pytest", "pytest-xdist", "hypothesis"
+BESIDE = "pytest", "pytest-xdist", "hypothesis", "gguf"
+TRL = "trl==1.16.*"
+"""As in trl_env.sh: it requires no more than this package does."""
 
 
 def required(name: str, python: str) -> set[str]:
@@ -39,15 +38,15 @@ def closure(names: Iterable[str], python: str, apart: set[str]) -> set[str]:
 
 
 def main() -> None:
-    python, left_out = sys.argv[1], LEFT_OUT if sys.argv[2:] == ["all"] else LEFT_OUT | LARGE
+    python = sys.argv[1]
     own = required("hybrid-grpo", python)
     # What the package itself requires comes along, even if the transformers installed here requires it indirectly.
     certain = {*THERE}.union(*(required(name, python) for name in THERE))
     there = closure(THERE, python, own - certain)
-    missing = closure({*own, *TESTS}, python, there | left_out)
+    missing = closure({*own, *BESIDE}, python, there | LEFT_OUT)
     # Machines have an older one: images with torch 2.11 came with 5.17.
     missing.add("transformers")
-    print("\n".join(f"{name}=={distribution(name).version}" for name in sorted(missing)))
+    print("\n".join(f"{name}=={distribution(name).version}" for name in sorted(missing)), TRL, sep="\n")
 
 
 if __name__ == "__main__":

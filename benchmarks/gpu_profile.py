@@ -23,8 +23,6 @@ late keeps what it has measured, the others still run, and the file is written a
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import sys
@@ -45,6 +43,7 @@ try:
     import gpu_bench
     import gpu_profile_parts as parts
     from gpu_checks import checks
+    from machine import parser_of, save
 except ModuleNotFoundError as error:
     sys.exit(f"gpu_profile.py: there is no {error.name}: pip install {error.name}, or see benchmarks/gpu_pack.sh")
 
@@ -118,9 +117,8 @@ def _words(value: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     given = parser.parse_args()
     if unknown := set(given.part) - set(PARTS):
@@ -128,13 +126,10 @@ def main() -> None:
     if not (given.toy or gpu_bench.has_gpu()):
         sys.exit("gpu_profile.py: torch finds no CUDA device; --toy shows on a CPU that the script runs")
     bench, results = gpu_bench.toy() if given.toy else gpu_bench.on_gpu(), {}
-    for name in PARTS:
-        if given.part and name not in given.part:
-            continue
+    for name in [name for name in PARTS if name in (given.part or PARTS)]:
         results[name] = run(bench, name)
         print("\n".join(lines(name, results[name])), flush=True)
-        if given.json is not None:
-            given.json.write_text(json.dumps(results, indent=1) + "\n")
+        save(given.json, results)
     print(f"in all {sum(found['part_seconds'] for found in results.values()):.0f} s, without the imports")
     if failed := [name for name, found in results.items() if "failed" in found]:
         sys.exit(f"gpu_profile.py: failed: {', '.join(failed)}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Quickstarts as parts of gpu.sh: bash benchmarks/gpu_quickstart.sh letters|real RUNS TOY JSON
-# `real` takes the weights from the file WEIGHTS, or joins its parts (`split -n 2 FILE FILE.`), for a machine without
-# network. If TOY is not empty: a step of the letters on one rank, from the model before the supervised warm-up.
+# `real` reads the problems of the folder ROWS_OF_REAL, for a machine without the package that makes them. If TOY is not
+# empty: a step of the letters on one rank, from the model before the supervised warm-up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 task=$1 runs=$2 toy=$3 json=$4 start=$SECONDS
@@ -17,8 +17,13 @@ if [ -n "$toy" ]; then
 elif [ "$task" = letters ]; then
     bash training_scripts/quickstart.sh --toy --log.wandb disabled
 else
-    if [ -n "${WEIGHTS:-}" ] && [ ! -e "$WEIGHTS" ]; then cat "$WEIGHTS".?? >"$WEIGHTS"; fi
-    bash training_scripts/quickstart.sh ${WEIGHTS:+--policy.model "$WEIGHTS"} --run.name real --log.wandb disabled
+    given=()
+    if [ -d "${ROWS_OF_REAL:-}" ]; then
+        given=(--config training_scripts/quickstart.yaml --data.task null --data.path "$ROWS_OF_REAL/train.jsonl"
+            --data.eval_path "$ROWS_OF_REAL/heldout.jsonl" --rewards '[{function: numeric_answer, kwargs: {last_number: true}}]'
+            --policy.model "${HYBRID_GRPO_CACHE:-$HOME/.cache/hybrid_grpo}/SmolLM2-135M-Instruct.Q4_1.gguf")
+    fi
+    bash training_scripts/quickstart.sh "${given[@]}" --run.name real --log.wandb disabled
 fi
 python - "$run/metrics.jsonl" $((SECONDS - start)) >"$json" <<'END'
 import json, statistics, sys

@@ -72,10 +72,12 @@ class Results:
             return ", ".join(f"{count} {what}" for what, count in results.items() if count)
         if name.startswith("decode_"):
             return _decoding(_first(results["workloads"]))
-        if name == "step":
-            return _step(_first(results["workloads"]))
+        if name.startswith("step"):
+            return _step(_first(_first(results["workloads"])))
         if name == "trl":
             return self._beside(_first(_first(results["workloads"])))
+        if name == "ranks":
+            return "; ".join(f"{way}: {_two_ranks(found)}" for way, found in results.items())
         if name == "plan":
             return "; ".join(_plan(case) for case in results["cases"].values())
         if name in ("quickstart", "real"):
@@ -86,15 +88,14 @@ class Results:
 
     def _beside(self, theirs: dict[str, Any]) -> str:
         words = f"TRL's step takes {theirs['median_s']:.2f} s{_memory(theirs)}"
-        step = self.parts.get("step", {})
-        if "results" in step:
-            ours = _first(_first(step["results"]["workloads"]))
+        if step := self.parts.get("step_zero2", {}).get("results"):
+            ours = _first(_first(step["workloads"]))
             words += f", {theirs['median_s'] / ours['median_s']:.1f}x ours"
         return words
 
 
 def _first(named: dict[str, Any]) -> Any:
-    """Entries of workloads, of which gpu.sh measures one at a time, or of sides, where ours by default is the first."""
+    """Entries of workloads or sides, of which gpu.sh measures one at a time."""
     return next(iter(named.values()))
 
 
@@ -139,18 +140,22 @@ def _decoding(engines: dict[str, dict[str, Any]]) -> str:
     return f"{ours['tokens_per_s']:,.0f} tokens/s, {ours['floor_fraction']:.0%} of the bandwidth floor; {others}"
 
 
-def _step(sides: dict[str, Any]) -> str:
-    """What a rank runs by default, which is the first side, and how long the others take."""
-    (_, ours), *others = sides.items()
+def _step(ours: dict[str, Any]) -> str:
     stages = ours["stages_s"]
-    words = (
+    return (
         f"{ours['median_s']:.2f} s: generation {stages['generate']:.2f}, training {stages['train']:.2f}, the switch"
         f" {ours['switch_share']:.1%} of it; sampler against training forward {ours['logp_gap_mean']:.1e} nats on"
         f" average{_memory(ours)}"
     )
-    return words + "".join(
-        f"; {name}: {side['median_s']:.2f} s, training {side['stages_s']['train']:.2f}{_memory(side)}"
-        for name, side in others
+
+
+def _two_ranks(found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return f"failed: {found['failed']}".replace("|", "/")
+    same, apart = found["same, first step"], found["losses apart, first step"]
+    return (
+        f"{same:.0%} of the first step's completions are those of one rank, the losses {apart:.1e} apart; after the"
+        f" SIGKILL of one the other ended in {found['gone_s']} s, and the run was resumed to its end"
     )
 
 

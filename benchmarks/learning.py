@@ -23,7 +23,6 @@ by letter:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import tempfile
@@ -34,6 +33,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from machine import chosen, parser_of, save
 from step import SIDES, Worker, measured_on, set_accelerator, trl_environment
 from step_workloads import REAL, letters, real
 
@@ -138,7 +138,7 @@ def draw(found: dict[str, dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", choices=LEARNED, default="ragged")
     parser.add_argument("--sides", default="hybrid,trl", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--settings", default="", help="command line of side settings, beyond that of all")
@@ -147,13 +147,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")
     parser.add_argument("--trl-python", type=Path, help="see step.py")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="an svg of the curves")
     arguments, arguments.common = parser.parse_known_args()
     set_accelerator()
-    arguments.sides = tuple(arguments.sides.split(","))
-    if unknown := set(arguments.sides).difference(NAMES):
-        parser.error(f"--sides: {', '.join(sorted(unknown))} not known; there are {', '.join(NAMES)}")
+    arguments.sides = chosen(parser, "sides", arguments.sides, NAMES)
     arguments.settings = shlex.split(arguments.settings)
     if "trl" in arguments.sides:
         arguments.trl_python = arguments.trl_python or trl_environment()
@@ -171,10 +168,8 @@ def main() -> None:
                 print(f"seed {seed}: {sooner(side, sides)}")
     if arguments.picture:
         draw(found, arguments.picture)
-    if arguments.json:
-        result = {name: getattr(arguments, name) for name in ("workload", "common", "settings")}
-        result |= {"machine": measured_on(arguments.threads, arguments.trl_python), "seeds": found}
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    result = {name: getattr(arguments, name) for name in ("workload", "common", "settings")}
+    save(arguments.json, {**result, "machine": measured_on(arguments.threads, arguments.trl_python), "seeds": found})
 
 
 if __name__ == "__main__":

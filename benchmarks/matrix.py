@@ -36,6 +36,7 @@ from typing import Any
 
 from fault_bench import PROGRAM, Bench, started
 from forks import Ranks
+from machine import save
 from matrix_cases import DIMENSIONS, ROOT, Case, Pair, arguments, make_task, pairs, refused_pairs
 
 CANDIDATES = 10
@@ -251,8 +252,7 @@ def main() -> int:
     outcomes = Counter(entry["outcome"] for entry in entries)
     summary = {**outcomes, "pairs of values": len(pairs()), "seconds": round(time.monotonic() - start, 1)}
     print(", ".join(f"{name}: {value}" for name, value in summary.items()))
-    if options.json:
-        options.json.write_text(json.dumps({"summary": summary, "cases": entries}, indent=1) + "\n")
+    save(options.json, {"summary": summary, "cases": entries})
     return int(outcomes["failed"] > 0)
 
 

@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from machine import machine
+from machine import machine, save
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("grpo", "turns", "run", "data/packing.py", "generation/scheduler.py")
@@ -183,9 +183,6 @@ class Slots:
         self._free.append(self._busy.pop(pid))
 
 
-# Which tests run a line -----------------------------------------------------------------------------------------------
-
-
 def measured(work: Path, files: list[str], slots: Slots, slow: bool) -> Entry:
     """`mutation_tests.merged` for the tests that start processes, or for all others. Tests are measured again if they,
     the code or their support modules have changed."""
@@ -252,9 +249,6 @@ def chosen(tests: Entry, file: str, lines: tuple[int, int]) -> list[str]:
     return taken
 
 
-# One fault ------------------------------------------------------------------------------------------------------------
-
-
 def tried(fault: Any, tests: Entry, run: list[str], copy: Copy, work: Path) -> Entry:
     """The outcome of a fault: `result` is found, hung or survived; `by` is the test that found it."""
     import mutation_tests
@@ -315,9 +309,6 @@ def _hash(*texts: str) -> str:
 
 def _sources(folder: str) -> list[str]:
     return [path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-# The whole ------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -397,7 +388,7 @@ def report(entries: list[Entry], options: argparse.Namespace, places: int, broke
         "survivors": [{name: entry[name] for name in plain if name in entry} for entry in survivors],
         "machine": machine("pytest", "mutmut"),
     }
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.json, result)
 
 
 def _files(path: Path) -> list[Path]:

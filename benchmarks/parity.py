@@ -10,15 +10,13 @@ are those of transformers' generate(), and how far its log-probabilities are fro
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine
+from machine import machine, parser_of, save
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
@@ -133,10 +131,9 @@ def beside_transformers(name: str, dtype: torch.dtype, tokens: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default=",".join(FAMILIES))
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--model", help="a real model, folder or GGUF file")
     given = parser.parse_args()
     found: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "machine": machine()}
@@ -146,8 +143,7 @@ def main() -> None:
             print(dtype, found[str(dtype)], flush=True)
     else:
         found["length"] = by_length(given.only.split(","), given.tokens)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    save(given.json, found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ that the recipe allows, so that a run takes what the plan has to allow for.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import machine
+from machine import machine, parser_of, save
 from plan_gpus import MODELS, ROOT
 from step_workloads import save_model
 
@@ -143,22 +142,16 @@ def used_gb() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; not given: all")
-    parser.add_argument("--json", type=Path, help="file that the numbers are added to")
     arguments = parser.parse_args()
     for name in arguments.cases or [name for name, case in CASES.items() if not case.on_gpu]:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(CASES[name], Path(folder))
         print(f"{name:18} {json.dumps(row)}", flush=True)
-        if arguments.json:
-            add(arguments.json, name, {"model": CASES[name].model, "settings": CASES[name].settings, **row})
-
-
-def add(path: Path, name: str, row: dict[str, Any]) -> None:
-    """Put a case into the file of results, beside those that are there."""
-    seen = json.loads(path.read_text())["cases"] if path.exists() else {}
-    path.write_text(json.dumps({"machine": machine(), "cases": {**seen, name: row}}, indent=2) + "\n")
+        seen = json.loads(arguments.json.read_text())["cases"] if arguments.json and arguments.json.exists() else {}
+        row = {"model": CASES[name].model, "settings": CASES[name].settings, **row}
+        save(arguments.json, {"machine": machine(), "cases": {**seen, name: row}})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from machine import parser_of
 from transformers import AutoConfig
 
 from hybrid_grpo.commands.shapes import SHAPES
@@ -141,15 +142,8 @@ def replaced(page: str, rows: str, mark: str = "plan_gpus") -> str:
     return done
 
 
-def parser_of(doc: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="file that the plans are written to")
-    parser.add_argument("--docs", type=Path, help="page whose table is replaced")
-    return parser
-
-
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, docs=True)
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; not given: all")
     arguments = parser.parse_args()
     seen = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}

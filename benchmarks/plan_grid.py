@@ -15,16 +15,15 @@ Dry runs on fake tensors, of two layers and of three, take most of the ten minut
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from machine import parser_of, save
 from plan_gpus import MODELS, PROMPT, RANKS, Shape, recipe, sizes_of
 
 from hybrid_grpo.commands.memory.search import sufficient, with_settings
@@ -127,9 +126,7 @@ def grid(models: Mapping[str, Measured], gpus: list[str], ranks: tuple[int, ...]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="file that the result is written to")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     says: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     errors: list[dict[str, Any]] = []
     proposed: Counter[str] = Counter()
@@ -146,8 +143,7 @@ def main() -> None:
         "errors": errors,
     }
     print(json.dumps(result, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(arguments.json, result)
 
 
 if __name__ == "__main__":

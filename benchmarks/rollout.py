@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import machine
+from machine import chosen, machine, parser_of, save
 from rollout_workloads import MAIN, WORKLOADS, Workload
 
 ENGINES = ("hybrid", "generate", "generate_batch")
@@ -171,11 +171,11 @@ def merge(file: Path, of_machine: dict[str, Any], title: str, results: dict[str,
     workloads = {**known["workloads"], title: results}
     command = " ".join(["python", *sys.argv])
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"machine": of_machine, "command": command, "workloads": workloads}, indent=2) + "\n")
+    save(file, {"machine": of_machine, "command": command, "workloads": workloads})
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", default="ragged", help=f"`all` ({', '.join(MAIN)}), or of {', '.join(WORKLOADS)}")
     parser.add_argument("--engines", default=",".join(ENGINES), help="separated by commas")
     parser.add_argument("--repeats", type=int, default=5)
@@ -183,13 +183,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=shapes, default="tiny", help="shape of the weights")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine")
     parser.add_argument("--alone", action="store_true", help="one engine after the other instead of interleaved")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    arguments.workload = MAIN if arguments.workload == "all" else tuple(arguments.workload.split(","))
-    arguments.engines = tuple(arguments.engines.split(","))
-    for setting, known in (("workload", WORKLOADS), ("engines", ENGINES)):
-        if unknown := set(getattr(arguments, setting)).difference(known):
-            parser.error(f"--{setting}: {', '.join(sorted(unknown))} not known; there are {', '.join(known)}")
+    of_all = ",".join(MAIN) if arguments.workload == "all" else arguments.workload
+    arguments.workload = chosen(parser, "workload", of_all, WORKLOADS)
+    arguments.engines = chosen(parser, "engines", arguments.engines, ENGINES)
     return arguments
 
 

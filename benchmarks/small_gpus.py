@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from plan_gpus import MODELS, ROOT, fits, parser_of, sizes_of, summary, write
+from machine import parser_of
+from plan_gpus import MODELS, ROOT, fits, sizes_of, summary, write
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import batch_plan
@@ -88,7 +89,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = parser_of(__doc__).parse_args()
+    arguments = parser_of(__doc__, docs=True).parse_args()
     results = plans()
     write(results, table(results), arguments, "small_gpus")
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import machine
+from machine import chosen, machine, parser_of
 from rollout import merge
 from step_worker import MARK
 from step_workloads import JOBS, ROOT, Job
@@ -247,19 +247,15 @@ def set_accelerator() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", default="letters,ragged", help=f"of {', '.join(JOBS)}, separated by commas")
     parser.add_argument("--sides", default="hybrid,trl,hybrid-zero3,trl-zero3", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")
     parser.add_argument("--trl-python", type=Path, help=f"python of an environment with TRL; not given: made in {TRL}")
-    parser.add_argument("--json", type=Path)
     arguments, arguments.settings = parser.parse_known_args()
-    for setting, known in (("workload", JOBS), ("sides", SIDES)):
-        names = tuple(getattr(arguments, setting).split(","))
-        if unknown := set(names).difference(known):
-            parser.error(f"--{setting}: {', '.join(sorted(unknown))} not known; there are {', '.join(known)}")
-        setattr(arguments, setting, names)
+    arguments.workload = chosen(parser, "workload", arguments.workload, JOBS)
+    arguments.sides = chosen(parser, "sides", arguments.sides, SIDES)
     return arguments
 
 

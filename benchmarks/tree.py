@@ -9,19 +9,16 @@ branches four ways: into two at the third turn, and each of these at the sixth. 
 the numbers are medians, in seconds, on the cores that torch may use.
 """
 
-import argparse
-import json
 import random
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from machine import machine
+from machine import machine, parser_of, save
 from parity import FAMILIES, random_model
 from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
@@ -83,10 +80,9 @@ def _model(family: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="smollm2," + ",".join(FAMILIES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(threads=torch.get_num_threads())}
     for family in arguments.only.split(","):
@@ -104,8 +100,7 @@ def main() -> None:
             found[f"{family} {name}"] = {"tokens": tokens, "seconds": medians}
             times = ", ".join(f"{way} {medians[way]:.2f} s ({tokens[way]:,} tokens)" for way in ways)
             print(f"{family} {name}: {times}: {medians['nothing'] / medians['tree']:.2f}x", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    save(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "hybrid-grpo":
         sys.exit(f"hybrid-grpo: error: this is {sys.platform}, and hybrid_grpo needs Linux: a container, or WSL 2")
     # Ctrl-C while modules are imported ends the program without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Threads of torch that wait for each other give the core away after microseconds, to an agent or another run.
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, RunStopped, UserError, refuse

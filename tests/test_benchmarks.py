@@ -1,9 +1,12 @@
 """The parts of benchmarks/step.py that need no trainer."""
 
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from types import SimpleNamespace
 
@@ -93,18 +96,20 @@ for path in sys.argv[1:]:
 @pytest.mark.process
 def test_every_benchmark_finds_what_it_imports():
     """That of reward models looked for a file of the tests where it had been before the tests were sorted."""
-    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if "argparse" in path.read_text()]
+    texts = {path: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    scripts = [path for path, text in texts.items() if "__main__" in text and "parser" in text]
     done = forks.run("-c", HELP, *scripts)
     assert done.status == 0, done.err
     assert len(scripts) > 7 and done.out.count("usage: ") == len(scripts)
 
 
-def gpu_sh(out, *arguments: str) -> subprocess.CompletedProcess[str]:
+def gpu_sh(out, *arguments: str, script=ROOT / "benchmarks/gpu.sh") -> subprocess.CompletedProcess[str]:
     trl = os.environ.get("TRL_ENV", str(step.TRL))
     path = f"{programs()}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SKIP_SETUP": "1", "TRL_ENV": trl}
-    environment.pop("RANK", None)
-    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--toy", "--out", str(out), *arguments]
+    for name in ("RANK", "OUT"):
+        environment.pop(name, None)
+    command = ["bash", str(script), "--toy", "--out", str(out), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
@@ -152,41 +157,67 @@ def test_a_part_of_the_profile_that_fails_or_is_late_keeps_what_it_found(monkeyp
 
 def test_a_machine_without_network_is_given_what_torch_does_not_bring(monkeypatch, capsys):
     """pydantic too, which transformers requires only through later versions of huggingface-hub."""
-    packed = {}
-    for more in ((), ("all",)):
-        monkeypatch.setattr(sys, "argv", ["gpu_packages.py", "3.12", *more])
-        gpu_packages.main()
-        packed[more] = {line.split("==")[0] for line in capsys.readouterr().out.split()}
-    assert packed[()] >= {"deepspeed", "transformers", "pydantic", "pydantic-core", "psutil", "ninja", "pytest"}
-    assert not packed["all",] & {"torch", "triton", "numpy", "tokenizers", "wandb", "hybrid-grpo"}
-    assert packed["all",] - packed[()] >= {"datasets", "pyarrow", "pandas"}
+    monkeypatch.setattr(sys, "argv", ["gpu_packages.py", "3.12"])
+    gpu_packages.main()
+    packed = {line.split("==")[0] for line in capsys.readouterr().out.split()}
+    assert packed >= {"deepspeed", "transformers", "pydantic", "pydantic-core", "psutil", "ninja", "pytest"}
+    assert packed >= {"datasets", "pyarrow", "pandas", "gguf", "trl", "accelerate"}
+    assert not packed & {"torch", "triton", "numpy", "tokenizers", "wandb", "hybrid-grpo"}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("halves, joined", [((b"one", b"two"), True), ((b"one", b"twp"), False)])
+def test_weights_in_halves_are_joined_where_they_are_whole(tmp_path, monkeypatch, halves, joined):
+    """In a folder as gpu_pack.sh makes it, without wheels."""
+    (tmp_path / "base/wheels").mkdir(parents=True)
+    (tmp_path / "base/hybrid_grpo").symlink_to(ROOT)
+    (tmp_path / "base/weights.sha256").write_text(hashlib.sha256(b"onetwo").hexdigest() + "\n")
+    for number, half in enumerate(halves, 1):
+        (tmp_path / f"weights_{number}").mkdir()
+        (tmp_path / f"weights_{number}/half").write_bytes(half)
+    monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path / "cache"))
+    done = gpu_sh(tmp_path / "out", "none", script=tmp_path / "base/hybrid_grpo/benchmarks/gpu.sh")
+    assert done.returncode == 1 and "there is no part none" in done.stderr
+    assert ("weights of real are not whole" in done.stderr) is not joined
+    assert (tmp_path / "cache/SmolLM2-135M-Instruct.Q4_1.gguf").exists() is joined
 
 
 @pytest.mark.process
 def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
-    """On the CPU; without TRL's environment that part alone fails, and says what is missing."""
+    """On the CPU, in two leases and without one; without TRL that part alone fails, and says what is missing."""
     missing = not os.path.exists(os.path.join(os.environ.get("TRL_ENV", step.TRL), "bin/python"))
+    for lease, ended in (("lease_a", 0), ("lease_b", 1)):
+        done = gpu_sh(tmp_path, lease)
+        assert done.returncode == (ended and missing), done.stdout[-3000:] + done.stderr[-3000:]
+        with tarfile.open(tmp_path / f"{lease}.tar.gz") as archive:
+            assert {"gpu.json", "gpu/runs/ranks/zero3/metrics.jsonl"} <= {*(names := archive.getnames())}
+            assert not [name for name in names if name.endswith(".safetensors")]
     done = gpu_sh(tmp_path)
     assert done.returncode == missing, done.stdout[-3000:] + done.stderr[-3000:]
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert list(parts) == ["profile", "tests", "decode_tiny", "step", "trl", "plan", "quickstart"]
+    steps = ["step_zero2", "step_zero3", "step_stored"]
+    assert list(parts) == ["profile", *steps, "ranks", "tests", "quickstart", "trl", "plan", "decode_tiny"]
+    assert done.stdout.count(": done before") == len(parts) - 1 - missing
     assert [name for name, part in parts.items() if "failed" in part] == ["trl"] * missing
     assert not missing or "bash benchmarks/trl_env.sh" in parts["trl"]["failed"]
     assert parts["tests"]["results"]["passed"] == 0 < parts["tests"]["results"]["skipped"]
     engines = parts["decode_tiny"]["results"]["workloads"]["toy"]
     assert 0 < engines["hybrid"]["floor_s"] < engines["hybrid"]["median_s"] and len(engines) == 3
-    sides = parts["step"]["results"]["workloads"]["toy"]
-    assert list(sides) == ["hybrid-zero2", "hybrid-zero3"]
-    assert all(0 < ours["switch_share"] < 1 and ours["logp_gap_max"] < 1e-5 for ours in sides.values())
+    for name in steps:
+        [ours] = parts[name]["results"]["workloads"]["toy"].values()
+        assert 0 < ours["switch_share"] < 1 and ours["logp_gap_max"] < 1e-5
+    for two in parts["ranks"]["results"].values():
+        assert two["same, first step"] == 1 and two["losses apart, first step"] < 1e-6, two
+        assert two["statuses"][1] == -signal.SIGKILL and two["statuses"][0] and two["steps_before"] == 2
     assert parts["plan"]["results"]["cases"]["letters"]["ratio"] == pytest.approx(1, abs=0.25)
     assert parts["quickstart"]["results"]["completions"] == 16
     table = (tmp_path / "gpu.md").read_text()
-    assert table.count("\n| ") == 8 and table.strip() in done.stdout
+    assert table.count("\n| ") == 11 and table.strip() in done.stdout
     again = gpu_sh(tmp_path, "tests", "quickstart", "decode_9b")
     assert again.stdout.count(": done before") == 2 and again.stdout.count("== ") == 2
-    assert again.returncode == 1 and "there is no part decode_9b, only profile, tests" in again.stderr
+    assert again.returncode == 1 and "there is no part decode_9b, only profile, step_zero2" in again.stderr
     listed = subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", "--list"], capture_output=True, text=True).stdout
-    assert listed.split()[:3] == ["profile", "tests", "kernels"]
+    assert listed.split()[:5] == ["profile", *steps, "ranks"]
 
 
 @pytest.mark.process
@@ -215,7 +246,7 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
     tiny = {**step_workloads.MODELS["Qwen2.5-1.5B"], **tiny}
     monkeypatch.setitem(step_workloads.MODELS, "Qwen2.5-1.5B", tiny)
     calls = [line.split("\x1f")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == 7
+    assert len(calls) == 10
     for program, *options in calls:
         monkeypatch.setattr(sys, "argv", [program, *options])
         if program.endswith("gpu_profile.py"):
@@ -224,16 +255,20 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
             assert rollout.parse().alone
         elif program.endswith("step.py"):
             told = step.parse()
-            assert told.settings == []
+            assert told.settings in ([], ["--policy.gradient_checkpointing", "false"])
             for side in told.sides:
                 stage, foreign = step.SIDES[side].stage, step.SIDES[side].foreign
-                config = step.JOBS[told.workload[0]](tmp_path).spec(stage, threads=1, foreign=foreign)["config"]
+                config = step.JOBS[told.workload[0]](tmp_path).spec(stage, 1, told.settings, foreign)["config"]
                 assert (config["policy"]["dtype"], config["engine"]["zero_stage"]) == ("bfloat16", stage)
+        elif program.endswith("gpu_ranks.py"):
+            assert options[1:] == ["--json", str(tmp_path / "gpu/ranks.json")]
         else:
             assert plan.CASES[options[0]].on_gpu
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert [name for name, part in parts.items() if "failed" in part] == ["quickstart", "real"]
     assert parts["decode_7b"]["machine"].startswith("NVIDIA H100")
+    late = subprocess.run([*command, "lease_b", "--again"], env={**environment, "LEASE_S": "20"}, capture_output=True)
+    assert late.returncode == 1 and late.stdout.count(b"no time is left for it") == 4
 
 
 @pytest.mark.process

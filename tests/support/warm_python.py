@@ -45,7 +45,7 @@ def _accept(listener: socket.socket) -> None:
 
 def _serve(connection: socket.socket) -> None:
     """Start what a client asks for, tell it the number of the process, and in the end its status."""
-    with connection, connection.makefile("rw") as client, suppress(BrokenPipeError):
+    with suppress(BrokenPipeError), connection, connection.makefile("rw") as client:
         asked = json.loads(client.readline())
         streams = [Path(f"/proc/{asked['pid']}/fd/{number}") for number in range(3)]
         told = (asked["arguments"], Path(asked["cwd"]), asked["environment"], streams)
