@@ -40,8 +40,8 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
     episode = row.get("episode")
     if episode is not None:
         steps = tuple((end, reward) for end, reward in episode["steps"])
-        parts = tuple(Part(**{**part, "spans": tuple(map(tuple, part["spans"]))}) for part in episode["parts"])
-        chats = tuple(map(tuple, episode["chats"]))
+        parts = tuple(Part(**{**part, "spans": tuple(map(tuple, part["spans"]))}) for part in episode.get("parts", ()))
+        chats = tuple(map(tuple, episode.get("chats", ())))
         episode = Episode(**{**episode, "steps": steps, "parts": parts, "chats": chats})
     return Completion(
         token_ids=_decoded(row["tokens"]).tolist(),

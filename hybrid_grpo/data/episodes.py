@@ -55,11 +55,11 @@ class Episode:
     """For each turn with a reward, the number of sampled tokens up to the end of the turn, and the reward."""
     total: float | None = None
     """The reward of the completion as a whole, the mean if it has `parts`; None if the environment gives none."""
-    parts: tuple[Part, ...] = ()
-    """What has a reward of its own; empty if one reward is for all."""
-    chats: tuple[tuple[dict[str, Any], ...], ...] = ()
-    """The messages of an agent's histories but the last, the prompt included."""
     state: dict[str, Any] | None = None
     """The attributes of the environment at the end, see `distributed/workers/snapshots.py`; None if it failed."""
     failure: str | None = None
     """Why the environment failed, as the rest of a sentence that begins with its name; None if it did not."""
+    parts: tuple[Part, ...] = ()
+    """What has a reward of its own; empty if one reward is for all."""
+    chats: tuple[tuple[dict[str, Any], ...], ...] = ()
+    """The messages of an agent's histories but the last, the prompt included."""

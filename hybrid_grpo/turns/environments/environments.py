@@ -79,7 +79,7 @@ class Instance:
     def episode(self) -> Episode:
         if self.failure is not None:
             return Episode(self.kind.reward, failure=self.failure)
-        return Episode(self.kind.reward, tuple(self.steps), self.total, state=self.state)
+        return Episode(self.kind.reward, tuple(self.steps), self.total, self.state)
 
 
 class Environments:
