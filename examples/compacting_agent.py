@@ -1,12 +1,12 @@
-"""An agent that forgets: it reads letters one by one, and answers each with the last in the alphabet so far. Whenever
-its history reaches a limit it writes a note, and goes on with that alone. Notes and answers share one reward, so it
-learns to write down what it will need.
+"""An agent that forgets: it reads letters one by one, and answers each with the first of all. Whenever its history
+reaches a limit it writes a note, and goes on with that alone. Notes and answers share one reward, so it learns to write
+down what it will need.
 
 python training_scripts/lookup_task.py runs/lookup-task
 python -m hybrid_grpo train --config examples/tiny.yaml --data.task examples/compacting_agent.py:letters \
     --policy.model runs/lookup-task/model --rollout.agent examples/compacting_agent.py:remembers --run.name compacting \
     --rollout.max_turns 8 --rollout.max_completion_tokens 24 --rollout.max_total_tokens 64 \
-    --policy.lr 1e-3 --run.steps 300 --eval.every 50
+    --policy.lr 1e-3 --run.steps 200 --eval.every 50
 """
 
 import random
@@ -33,7 +33,7 @@ def row(row: Row) -> Row:
 
 
 async def remembers(task, client):
-    """The share of answers that are right."""
+    """The share of answers that are right; those that only begin right count half."""
 
     async def ask(text):
         chat.append({"role": "user", "content": text})
@@ -44,7 +44,7 @@ async def remembers(task, client):
     word, chat, note, right = task["word"], [], "", 0
     for place, letter in enumerate(word):
         said, tokens = await ask(note + letter)
-        right += said == max(word[: place + 1])
+        right += ((said == word[0]) + said.startswith(word[0])) / 2
         note = ""
         if tokens > LIMIT and place < len(word) - 1:
             note, _ = await ask("?")
