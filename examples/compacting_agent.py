@@ -5,7 +5,7 @@ down what it will need.
 python training_scripts/lookup_task.py runs/lookup-task
 python -m hybrid_grpo train --config examples/tiny.yaml --data.task examples/compacting_agent.py:letters \
     --policy.model runs/lookup-task/model --rollout.agent examples/compacting_agent.py:remembers --run.name compacting \
-    --rollout.max_turns 8 --rollout.max_completion_tokens 24 --rollout.max_total_tokens 64 \
+    --rollout.max_turns 11 --rollout.max_completion_tokens 36 --rollout.max_total_tokens 64 \
     --policy.lr 1e-3 --run.steps 200 --eval.every 50
 """
 

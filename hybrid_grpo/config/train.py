@@ -228,7 +228,8 @@ def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig,
     )
     refuse(
         lora.rank > 0 and grpo.ref_every > 0,
-        f"grpo.ref_every {grpo.ref_every} refreshes the reference, with lora.rank the starting model: remove one",
+        f"grpo.ref_every {grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
+        " adapters: remove one of them",
     )
     refuse(
         grpo.combine_rewards == "normalize" and len(rewards) == 1,

@@ -75,8 +75,9 @@ def test_a_checkpoint_without_what_later_settings_need_is_refused(tmp_path):
     run, stage = make(tmp_path)
     stage.policy.load_state_dict, stage.parts = lambda state: None, {"average": object()}
     run.checkpoints.load = lambda *_: {"policy": {}, "loader": {}}
+    checkpoint = SimpleNamespace(folder="checkpoints/step_000003", manifest=SimpleNamespace(lr_scale=None))
     with pytest.raises(UserError, match="step_000003 was made without average: remove its settings"):
-        savers.load_stage(stage, run.checkpoints, SimpleNamespace(folder="checkpoints/step_000003", manifest=None))
+        savers.load_stage(stage, run.checkpoints, checkpoint)
 
 
 def content(folder):
