@@ -56,9 +56,9 @@ def token_advantages(
     group_size = rollout.num_generations
     if group_size == 1:
         return torch.zeros(len(rollout.completions), max(rollout.lengths)), {}
-    # On any rank: a rank whose functions scored no step still takes part in the deviation over all ranks.
     parts = [of.episode.parts if of.episode else () for of in rollout.completions]
     has_more = any(len(of) > len(its) > 0 for of, its in zip(scores.steps or (), parts, strict=False))
+    # On any rank: a rank whose functions scored no step still takes part in the deviation over all ranks.
     found = torch.tensor([int(scores.steps is not None), int(any(parts)), int(has_more)])
     scores_steps, has_parts, has_more = map(bool, sum_over_ranks(found).tolist())
     _refuse_undefined(grpo, scores_steps, has_parts, has_more)

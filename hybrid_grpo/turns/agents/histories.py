@@ -149,15 +149,15 @@ def _parts(histories: list[History], rewards: dict[str, float]) -> tuple[Part, .
     was sampled of all that it had read."""
     completions = [history.completion for history in histories if history.completion is not None]
     read = [(of.read_ids, np.array(of.sampled_places, dtype=np.int64)) for of in completions]
-    roles, masks = dict[str, str](), dict[str, np.ndarray]()
     firsts = [0, *accumulate(len(places) for _, places in read)]
+    roles = {name: name for name in rewards}
+    masks = {name: np.zeros(firsts[-1], bool) for name in rewards}
     for number, history in enumerate(histories):
         ids, places = read[number]
         begin, first = 0, firsts[number]
         for id, role, end in history.said:
             if role in rewards:
-                mask = masks.setdefault(roles.setdefault(role, role), np.zeros(firsts[-1], bool))
-                mask[first + begin : first + end] = True
+                masks[role][first + begin : first + end] = True
             if id in rewards:
                 roles[id] = role
                 path = ids[: places[end - 1] + 1]
