@@ -217,13 +217,15 @@ def gpus(monkeypatch):
     torch._C._accelerator_setAllocatorSettings("")
 
 
-def test_a_rank_takes_its_gpu_or_the_one_that_it_was_given(gpus):
+def test_a_rank_takes_its_gpu_or_the_one_that_it_was_given(gpus, monkeypatch):
     """Slurm shows each task its own GPU as number 0; LOCAL_RANK 3 was an invalid ordinal, with a traceback."""
     assert gpus(8, LOCAL_RANK="3")[0] == 3
     assert gpus(1, LOCAL_RANK="3", CUDA_VISIBLE_DEVICES="3")[0] == 0
     for count, shown in ((1, {}), (2, {"CUDA_VISIBLE_DEVICES": "0,1"})):
         with pytest.raises(UserError, match=f"rank 3 is number 3 on its machine, where torch sees {count} GPUs: start"):
             gpus(count, LOCAL_RANK="3", **shown)
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")  # as in torch 2.11
+    assert hardware.allocator_fact(torch.device("cuda")) == {}
 
 
 def test_a_rank_takes_its_share_of_the_cores(gpus):

@@ -88,7 +88,8 @@ def take_gpu(accelerator: Any) -> None:
 
 def allocator_fact(device: torch.device) -> dict[str, str]:
     """Return the settings of torch's allocator of GPU memory, as a line for the console; nothing for a CPU."""
-    return {} if device.type == "cpu" else {"allocator": torch._C._accelerator_getAllocatorSettings() or "default"}
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # torch 2.11 has none
+    return {} if device.type == "cpu" or settings is None else {"allocator": settings() or "default"}
 
 
 def refuse_idle_gpus() -> None:
