@@ -95,7 +95,6 @@ def make(case: Case, folder: Path) -> list[str]:
         "log.wandb": "disabled",
         # So few steps have no checkpoint that is written beside the next one.
         "checkpoint.asynchronous": False,
-        "engine.adam": "torch",
         **case.settings,
     }
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]

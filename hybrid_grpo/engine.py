@@ -74,7 +74,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     if on_cpu:
         # In half precision, oneDNN and torch each keep code for the last 1,024 sizes of products, a GB after 100 steps.
         for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-            os.environ.setdefault(cache, "16")
+            os.environ.setdefault(cache, "64")
         refuse_idle_gpus()
         ranks.check_shared_memory()
     else:
@@ -119,10 +119,8 @@ def _compiling_late() -> Iterator[None]:
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     """Return the DeepSpeed configuration of the policy, with the user's sections merged in."""
     on_gpu = get_accelerator().device_name() != "cpu"
-    torch_adam = engine.adam == "torch" or (engine.adam == "auto" and not (on_gpu and engine.offload_optimizer))
-    adam = {"lr": policy.lr, "betas": list(policy.betas), "weight_decay": policy.weight_decay, "torch_adam": torch_adam}
-    if torch_adam and on_gpu and not engine.offload_optimizer:
-        adam["fused"] = True  # one pass over the weights, without temporaries
+    adam = {"lr": policy.lr, "betas": list(policy.betas), "weight_decay": policy.weight_decay}
+    adam |= {"torch_adam": True, "fused": True}  # one pass over the weights, without temporaries; nothing to compile
     config: dict[str, Any] = {
         **_common(policy.dtype),
         # One engine.step() is one optimizer step, after any number of micro-batches.

@@ -26,7 +26,7 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     head_dim = max(widths) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
     softcap, sinks = getattr(text, "attn_logit_softcapping", None) or 0.0, has_sinks(config)
     like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
-    in_c = usable(like)
+    in_c = usable(like.float())
     kernel = "C kernels" if in_c else "flash-attn" if has_flash(like) else "torch's varlen_attn"
     packed = kernel if in_c or not sinks else "torch's varlen_attn"
     slow = "torch, on padded sequences" if on_gpu(device) else "torch, one sequence after another"

@@ -123,8 +123,6 @@ class EngineConfig:
     single rank, where there is nothing to shard and stage 3 takes longer."""
     offload_optimizer: Annotated[Switch, About(in_plan=3), MAY_CHANGE] = False
     """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
-    adam: Annotated[Literal["auto", "torch", "deepspeed"], MAY_CHANGE] = "auto"
-    """AdamW kernels. `deepspeed` compiles its own on first use; `auto` uses them on GPUs with offload_optimizer."""
     timeout_minutes: Annotated[Positive, MAY_CHANGE] = 30.0
     """Minutes that a rank waits for the others in one collective operation before it fails."""
     deepspeed: Annotated[dict[str, Any], MAY_CHANGE] = field(default_factory=dict)

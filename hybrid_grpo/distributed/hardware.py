@@ -81,7 +81,6 @@ def take_gpu(accelerator: Any) -> None:
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
         threads = own_cores()
-        # Adam's kernel has its own OpenMP, which reads the variable.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
 

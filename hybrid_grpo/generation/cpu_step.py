@@ -1,4 +1,4 @@
-"""A decode step as one call of the kernel in decoding.c: float32 on a CPU, for models that `fused_step` recognizes."""
+"""A decode step on a CPU as one call of the kernel in decoding.c, for models that `fused_step` recognizes."""
 
 import ctypes
 from typing import Any
@@ -46,9 +46,9 @@ class _Model(ctypes.Structure):
     """`struct model` of decoding.c."""
 
     _fields_ = [
-        *_pointers("embedding norm head head_bias layers"),
+        *_pointers("embedding norm head head_bias layers packed"),
         *_integers("count vocabulary hidden heads kv d inner page rotated gated"),
-        *_integers("delta_heads delta_key_heads dk dv kernel"),
+        *_integers("delta_heads delta_key_heads dk dv kernel half"),
         ("epsilon", ctypes.c_float),
         ("offset", ctypes.c_float),
     ]
@@ -61,9 +61,11 @@ class CpuStep:
         base, head = text_of(model), model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
         self._deltas: list[_DeltaNet] = []
+        self._read: list[Tensor | None] = []
+        """What the kernel reads: float32, as copies where the model is in bfloat16, whose matrices stay as they are."""
         attended = iter(zip(cache.keys, cache.values, cache.geometry.attention, strict=True))
         self._layers = (_Layer * len(base.layers))(
-            *(self._delta_layer(layer, at) if has_delta(layer) else _attention_layer(layer, *next(attended))
+            *(self._delta_layer(layer, at) if has_delta(layer) else self._attention_layer(layer, *next(attended))
               for at, layer in enumerate(base.layers))
         )  # fmt: skip
         attention = next(layer.self_attn for layer in base.layers if not has_delta(layer))
@@ -74,29 +76,40 @@ class CpuStep:
         delta_heads, key_heads, dk, dv, kernel = next(deltas, (0,) * 5)
         self._rope = self._rope_of(1)
         weights = base.embed_tokens.weight, base.norm.weight, head.weight, head.bias
+        half = head.weight.dtype == torch.bfloat16
         self._model = _Model(
-            *_addresses(*weights), ctypes.addressof(self._layers), len(base.layers), vocabulary=self._vocabulary,
-            hidden=hidden, heads=heads, kv=kv, d=d, inner=inner, page=cache.page, rotated=self._rope.shape[1] // 2,
-            gated=gated, delta_heads=delta_heads, delta_key_heads=key_heads, dk=dk, dv=dv, kernel=kernel,
-            epsilon=epsilon_of(base.norm), offset=norm_offset(base.norm),
+            *self._at(*weights), ctypes.addressof(self._layers), None, len(base.layers),
+            vocabulary=self._vocabulary, hidden=hidden, heads=heads, kv=kv, d=d, inner=inner, page=cache.page,
+            rotated=self._rope.shape[1] // 2, gated=gated, delta_heads=delta_heads, delta_key_heads=key_heads, dk=dk,
+            dv=dv, kernel=kernel, half=half, epsilon=epsilon_of(base.norm), offset=norm_offset(base.norm) or 0,
         )  # fmt: skip
         mixer = heads * d * (2 + gated) + 2 * kv * d
         of_delta = 4 * key_heads * dk + 4 * delta_heads * dv + 2 * delta_heads
         self._row = 2 * hidden + 2 * inner + max(mixer, of_delta)
+        self._tiled = max(hidden, inner, heads * d) // 2 if half else 0
+        """Words of the widest input that the kernel packs in tiles (AMX), which take a multiple of 16 rows."""
         self._memory = torch.empty(0)
 
     def _delta_layer(self, layer: Any, at: int) -> _Layer:
         net, states = layer.linear_attn, self._cache.states
         self._deltas.append(
             _DeltaNet(
-                *_addresses(net.in_proj_qkv.weight, net.in_proj_z.weight, net.in_proj_b.weight, net.in_proj_a.weight),
-                *_addresses(net.conv1d.weight, net.conv1d.bias, net.dt_bias, net.A_log, net.norm.weight),
-                *_addresses(net.out_proj.weight, states.of("conv", at, 0), states.of("recurrent", at, 0)),
+                *self._at(net.in_proj_qkv.weight, net.in_proj_z.weight, net.in_proj_b.weight, net.in_proj_a.weight),
+                *self._at(net.conv1d.weight, net.conv1d.bias, net.dt_bias, net.A_log, net.norm.weight),
+                *self._at(net.out_proj.weight, states.of("conv", at, 0), states.of("recurrent", at, 0)),
             )
         )
-        mlp_norm, gate, up, down = _addresses(*mlp_weights(layer))
+        mlp_norm, gate, up, down = self._at(*mlp_weights(layer))
         norm, delta = layer.input_layernorm.weight.data_ptr(), ctypes.addressof(self._deltas[-1])
         return _Layer(norm=norm, mlp_norm=mlp_norm, gate=gate, up=up, down=down, delta=delta)
+
+    def _attention_layer(self, layer: Any, keys: Tensor, values: Tensor, options: Options) -> _Layer:
+        addresses = self._at(*weights(layer), keys, values)
+        return _Layer(*addresses, None, options.window, options.scale, options.softcap)
+
+    def _at(self, *tensors: Tensor | None) -> list[int | None]:
+        self._read += [t.float() if t is not None and t.dim() == 1 else t for t in tensors]
+        return [None if tensor is None else tensor.data_ptr() for tensor in self._read[-len(tensors) :]]
 
     def _rope_of(self, positions: int) -> Tensor:
         """Return cosines and sines, [positions, 2 * rotated]."""
@@ -117,8 +130,11 @@ class CpuStep:
             self._run(None, work, Rows(token_N[at], table_Nw[at], position_N[at], table_Nw.shape[1]))
 
     def _of_rows(self, n: int, numbers: int) -> Tensor:
-        if len(self._memory) < n * numbers:
-            self._memory = torch.empty(n * numbers)
+        size = n * numbers + (n + 15) * self._tiled
+        if len(self._memory) < size:
+            self._memory = torch.empty(size)
+        if self._tiled:
+            self._model.packed = self._memory[n * numbers :].data_ptr()
         return self._memory
 
     def _run(self, logits_nV: Tensor | None, work: Tensor, rows: Rows) -> None:
@@ -165,15 +181,6 @@ def mlp_weights(layer: Any) -> tuple[Tensor, ...]:
     return layer.post_attention_layernorm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
 
 
-def _attention_layer(layer: Any, keys: Tensor, values: Tensor, options: Options) -> _Layer:
-    addresses = _addresses(*weights(layer), keys, values)
-    return _Layer(*addresses, None, options.window, options.scale, options.softcap)
-
-
 def _delta_sizes(net: Any) -> tuple[int, ...]:
     """Return the numbers of heads of values and keys, the widths of keys and values, and the convolution's tokens."""
     return net.num_v_heads, net.num_k_heads, net.head_k_dim, net.head_v_dim, net.conv1d.weight.shape[-1]
-
-
-def _addresses(*tensors: Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]

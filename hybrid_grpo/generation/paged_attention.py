@@ -254,7 +254,7 @@ class DecodeStep:
         """See `routed_attention`."""
         keys, values = self._cache.layer(next(self._layers))
         if decoding.can_attend(query, keys, options.sinks):
-            return decoding.decode_attention(query, key, value, keys, values, self._table, self._position, *options)
+            return decoding.decode_attention(query, key, value, keys, values, self._table, self._position, options)
         keys[self._written], values[self._written] = key[:, :, 0], value[:, :, 0]
         return self.attend_to(query, keys, values, options)
 

@@ -44,7 +44,7 @@ from hybrid_grpo.policy import Policy
 
 engine.start()
 tokenizer = load_tokenizer("model")
-policy = Policy(PolicyConfig("model", "float32"), EngineConfig(0, adam="torch"), tokenizer, total_steps=1)
+policy = Policy(PolicyConfig("model", "float32"), EngineConfig(0), tokenizer, total_steps=1)
 prompts, _ = read_prompts(DataConfig("words.jsonl"), tokenizer)
 config = RolloutConfig(num_generations=3, max_completion_tokens=8, temperature=0.8)
 rollout, _ = policy.rollout(prompts, config, stop_ids("model", tokenizer, [], load_config("model")), seed=5, step=0)

@@ -245,7 +245,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = {
         "run": {"name": "run", "steps": 3},
         "policy": {"model": "model", "dtype": "float32", "lr": 1e-3},
-        "engine": {"zero_stage": 0, "adam": "torch"},
+        "engine": {"zero_stage": 0},
         "log": {"wandb": "disabled"},
         "data": {"path": "train.jsonl"},
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},

@@ -222,7 +222,7 @@ def test_a_run_of_a_mixture_tells_the_numbers_of_every_source(tmp_path):
     data = "[{task: letters, limit: 6, weight: 2}, {path: sums.jsonl}]"
     rewards = "[{function: letters_in_place, sources: [letters]}, {function: exact_match, sources: [sums]}]"
     arguments = [
-        *("--policy.model=model", "--policy.dtype=float32", "--engine.zero_stage=0", "--engine.adam=torch"),
+        *("--policy.model=model", "--policy.dtype=float32", "--engine.zero_stage=0"),
         *("--log.wandb=disabled", "--log.rollouts_every=1", "--run.steps=2", f"--data.mixture={data}"),
         *(f"--rewards={rewards}", "--rollout.prompts_per_step=6", "--rollout.num_generations=2"),
         *("--rollout.max_completion_tokens=6", "--data.eval_path=held_out.jsonl", "--eval.every=2"),

@@ -280,7 +280,7 @@ def test_the_supervised_stage_learns_the_solutions_of_a_task(model):
 def test_a_run_of_a_task_starts_and_steps(task, model, tmp_path):
     arguments = [
         *(f"--policy.model={model}", "--policy.dtype=float32", "--engine.zero_stage=0", "--log.wandb=disabled"),
-        *("--engine.adam", "torch", "--data.task", task, "--data.limit", "8", "--data.eval_limit", "4"),
+        *("--data.task", task, "--data.limit", "8", "--data.eval_limit", "4"),
         *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "2", "--rollout.max_completion_tokens", "6"),
     ]
     for command, more in (("plan", []), ("train", ["--run.steps=2", f"--run.dir={tmp_path}", "--run.name=run"])):

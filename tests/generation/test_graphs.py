@@ -202,7 +202,7 @@ def test_whether_the_fused_step_is_right_is_found_out_before_the_cache_takes_its
     """Afterwards there may be too little for the check, and decoding was not fused for the whole run."""
     calls, cache_for = [], loops.cache_for
     monkeypatch.setattr(loops, "cache_for", lambda *given, **named: calls.append("cache") or cache_for(*given, **named))
-    monkeypatch.setattr(fusing, "usable", lambda *_: True)
+    monkeypatch.setattr(fusing, "usable", lambda *_, **__: True)
     monkeypatch.setattr(fusing, "_looks_right", lambda _, like: calls.append(f"check with {like.pages}") or False)
     generate(model_of("llama"), requests_of([30] * 9), Sampling(20))
     assert calls[:2] == ["check with 2", "cache"]

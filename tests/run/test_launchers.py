@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
     folder = make_task(tmp_path_factory.mktemp("launching"))
     recipe = {
         **{"run": {"steps": 2}, "policy": {"model": "model", "dtype": "float32"}, "data": {"path": "train.jsonl"}},
-        **{"engine": {"adam": "torch"}, "log": {"wandb": "disabled"}, "rewards": ["exact_match"]},
+        **{"log": {"wandb": "disabled"}, "rewards": ["exact_match"]},
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

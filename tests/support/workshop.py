@@ -55,7 +55,7 @@ class Workshop:
         self.write("broken_rewards.py", BROKEN_REWARDS)
         shared: dict[str, Any] = {
             "policy": {"model": "model", "dtype": "float32", "lr": 1e-2},
-            "engine": {"zero_stage": 0, "adam": "torch"},
+            "engine": {"zero_stage": 0},
             "log": {"wandb": "disabled"},
         }
         train = {

@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
             *("--rollout.tools", json.dumps([f"{SUPPORT / 'slow_tools.py'}:look_up"]), "--rollout.max_turns", "5"),
             *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "36"),
             *("--rewards", json.dumps([f"{SUPPORT / 'acting_rewards.py'}:messages_said"])),
-            *("--engine.zero_stage", "0", "--engine.adam", "torch", *more),
+            *("--engine.zero_stage", "0", *more),
             world=world,
             cwd=folder,
         )

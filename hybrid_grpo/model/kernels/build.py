@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hybrid_grpo.model.doing import Doing
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("attention.c", "decoding.c", "softmax.c", "states.c")]
-_HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "states.h")]
+_HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "states.h", "half.h")]
 # -ffast-math reorders sums, which is fine for logits, and assumes no infinities, which the kernels do not use.
 _FLAGS = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp"]
 _POINTER: Any = ctypes.c_void_p
@@ -35,7 +35,7 @@ _ARGUMENTS = {
     "segment_attention_gradient": [_POINTER] * 11 + [_INTEGER] * 6 + [_REAL] * 2,
     "linear": [_POINTER] * 4 + [_INTEGER] * 3,
     "rms_norm": [_POINTER] * 3 + [_REAL] * 2 + [_INTEGER] * 2,
-    "decode_attention": [_POINTER, *_STRIDED * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL, _POINTER],
+    "decode_attention": [_POINTER, *_STRIDED * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL, _POINTER, _INTEGER],
     "decode": [_POINTER] * 7 + [_INTEGER] * 2,
     "sample": [_POINTER] * 5 + [_REAL] + [_INTEGER] * 2,
     "conv_step": [_POINTER, *_ROWS, *[_POINTER] * 3, *[_INTEGER] * 4],
@@ -104,10 +104,10 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def usable(*tensors: Tensor | None) -> bool:
-    """Whether the kernels can be called on these tensors: float32, in host memory, with contiguous rows, or None."""
+def usable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernels can be called on these tensors: of `dtype`, in host memory, with contiguous rows, or None."""
     fitting = (
-        t.dtype == torch.float32 and t.device.type == "cpu" and (not t.dim() or t.stride(-1) == 1)
+        t.dtype == dtype and t.device.type == "cpu" and (not t.dim() or t.stride(-1) == 1)
         for t in tensors
         if t is not None
     )

@@ -1,12 +1,21 @@
-/* Decoding one token of each sequence on a CPU, in float32; torch's kernels, made for large matrices, are slow at it.
+/* Decoding one token of each sequence on a CPU; torch's kernels, made for large matrices, are slow at it.
  *
  * Plain C with the vector extensions of GCC and Clang, compiled on first use (build.py). The order of every sum does not
- * depend on the number of rows, so a sequence has the same result in any batch.
+ * depend on the number of rows, so a sequence has the same result in any batch. Numbers are float32; matrices of weights,
+ * keys and values may be bfloat16 (`half`), and are multiplied by the processor's tiles (AMX) where it has them.
  */
 #include "states.h"
+#include "half.h"
 
-/* Columns c to end of out[m][n] = x[m][k] w[n][k]^T + bias[n]; they stay in the cache while all rows pass. */
-static void columns(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k,
+/* What is multiplied by weights: x[m][k], and if these are `half`, maybe what `pack` makes of it. */
+struct input {
+    const float *x;
+    int64_t m, k, half;
+    const word *packed;
+};
+
+/* Columns first to end of out[m][n] = x[m][k] w[n][k]^T + bias[n]; they stay in the cache while all rows pass. */
+static void wide_columns(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k,
                     int64_t first, int64_t end)
 {
     const int64_t passes = (m + ROWS - 1) / ROWS;
@@ -22,58 +31,78 @@ static void columns(float *out, const float *x, const float *w, const float *bia
     }
 }
 
-#define STRIP 16
-#define STRIPS(n) (((n) + STRIP - 1) / STRIP)
-#define END(s, n) (((s) + 1) * STRIP < (n) ? ((s) + 1) * STRIP : (n))
+static void columns(float *out, const struct input *in, const void *w, const float *bias, int64_t n, int64_t first,
+                    int64_t end)
+{
+    const int64_t m = in->m, k = in->k;
+    if (!in->half)
+        wide_columns(out, in->x, w, bias, m, n, k, first, end);
+    else if (in->packed && end - first == 2 * SIDE)
+        tile_columns(out + first, in->packed, (const half *)w + first * k, bias ? bias + first : 0, m, n, k);
+    else
+        for (int64_t c = first; c < end; c += 4) {
+            const int64_t count = end - c < 4 ? end - c : 4;
+            float wide[4 * k];
+            widen(wide, (const half *)w + c * k, count * k);
+            wide_columns(out + c, in->x, wide, bias ? bias + c : 0, m, n, k, 0, count);
+        }
+}
+
+/* Columns that a thread computes at a time. */
+#define STRIP(in) ((in)->packed ? 2 * SIDE : SIDE)
+#define STRIPS(n, width) (((n) + (width) - 1) / (width))
+#define END(first, n, width) ((first) + (width) < (n) ? (first) + (width) : (n))
 
 /* A matrix product with the same input as others: out[m][n] from w[n][k] and bias[n]. */
 struct product {
     float *out;
-    const float *w, *bias;
+    const void *w;
+    const float *bias;
     int64_t n;
 };
 
-/* Several products of x[m][k], a strip of columns at a time. Every thread of a team calls the functions named team_...;
+/* Several products of an input, a strip of columns at a time. Every thread of a team calls the functions named team_...;
  * the threads share the work and wait for each other at the end. */
-static void team_products(const struct product *products, int64_t count, const float *x, int64_t m, int64_t k)
+static void team_products(const struct product *products, int64_t count, const struct input *in)
 {
+    const int64_t width = STRIP(in);
     int64_t strips = 0;
     for (int64_t i = 0; i < count; i++)
-        strips += STRIPS(products[i].n);
+        strips += STRIPS(products[i].n, width);
     #pragma omp for schedule(static)
     for (int64_t s = 0; s < strips; s++) {
         int64_t i = 0, strip = s;
-        for (; strip >= STRIPS(products[i].n); i++)
-            strip -= STRIPS(products[i].n);
+        for (; strip >= STRIPS(products[i].n, width); i++)
+            strip -= STRIPS(products[i].n, width);
         const struct product p = products[i];
-        columns(p.out, x, p.w, p.bias, m, p.n, k, strip * STRIP, END(strip, p.n));
+        columns(p.out, in, p.w, p.bias, p.n, strip * width, END(strip * width, p.n, width));
     }
 }
 
-/* x[m][n] += y[m][k] w[n][k]^T + bias[n], by way of t[m][n]. */
-static void team_add_product(float *x, float *t, const float *y, const float *w, const float *bias, int64_t m,
-                             int64_t n, int64_t k)
+/* x[m][n] += in[m][k] w[n][k]^T + bias[n], by way of t[m][n]. */
+static void team_add_product(float *x, float *t, struct input in, const void *w, const float *bias, int64_t n)
 {
+    const int64_t width = STRIP(&in);
     #pragma omp for schedule(static)
-    for (int64_t s = 0; s < STRIPS(n); s++) {
-        const int64_t first = s * STRIP, end = END(s, n);
-        columns(t, y, w, bias, m, n, k, first, end);
-        for (int64_t r = 0; r < m; r++)
+    for (int64_t first = 0; first < n; first += width) {
+        const int64_t end = END(first, n, width);
+        columns(t, &in, w, bias, n, first, end);
+        for (int64_t r = 0; r < in.m; r++)
             for (int64_t c = first; c < end; c++)
                 x[r * n + c] += t[r * n + c];
     }
 }
 
 /* gate[m][n] = silu(x w_gate^T) * (x w_up^T), by way of up[m][n] (Shazeer, arXiv:2002.05202, equation 6). */
-static void team_gated(float *gate, float *up, const float *x, const float *w_gate, const float *w_up, int64_t m,
-                       int64_t n, int64_t k)
+static void team_gated(float *gate, float *up, struct input in, const void *w_gate, const void *w_up, int64_t n)
 {
+    const int64_t width = STRIP(&in);
     #pragma omp for schedule(static)
-    for (int64_t s = 0; s < STRIPS(n); s++) {
-        const int64_t first = s * STRIP, end = END(s, n);
-        columns(gate, x, w_gate, 0, m, n, k, first, end);
-        columns(up, x, w_up, 0, m, n, k, first, end);
-        for (int64_t r = 0; r < m; r++)
+    for (int64_t first = 0; first < n; first += width) {
+        const int64_t end = END(first, n, width);
+        columns(gate, &in, w_gate, 0, n, first, end);
+        columns(up, &in, w_up, 0, n, first, end);
+        for (int64_t r = 0; r < in.m; r++)
             for (int64_t i = r * n + first; i < r * n + end; i++)
                 gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
     }
@@ -83,8 +112,9 @@ static void team_gated(float *gate, float *up, const float *x, const float *w_ga
 void linear(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k)
 {
     const struct product product = {out, w, bias, n};
+    const struct input in = {x, m, k, 0, 0};
     #pragma omp parallel if (m * n * k > 1 << 15)
-    team_products(&product, 1, x, m, k);
+    team_products(&product, 1, &in);
 }
 
 /* out[m][d] = x / rms(x) * (weight + offset) (Zhang and Sennrich, arXiv:1910.07467, equation 4). */
@@ -117,7 +147,7 @@ void rms_norm(float *out, const float *x, const float *weight, float offset, flo
  *
  * q[n][heads][d], key and value [n][kv][d] by strides; pools keys and values [pages][page][kv][d]; table[n][width] names
  * the pages of a sequence; position[n] is that of the new token. (heads / kv) * page is at most MOST_SCORES,
- * (heads / kv) * d at most MOST_SUMS, heads / kv at most 64.
+ * (heads / kv) * d and page * d at most MOST_SUMS, heads / kv at most 64. Pools may be `half`.
  */
 struct attention {
     float *out;
@@ -127,21 +157,41 @@ struct attention {
     int64_t key_row, key_head;
     const float *value;
     int64_t value_row, value_head;
-    float *keys, *values;
+    void *keys, *values;
     const int32_t *table;
     const int64_t *position;
     int64_t n, heads, kv, d, page, width, window;
     float scale, softcap;
     const float *sinks; /* [heads], or null */
+    int64_t half;
 };
+
+static void put(const struct attention *a, void *pool, int64_t entry, const float *x)
+{
+    if (a->half)
+        narrow((half *)pool + entry, x, a->d);
+    else
+        memcpy((float *)pool + entry, x, a->d * sizeof(float));
+}
+
+/* Entries of a page's head as floats, the first at `place` of the pool; those of a `half` pool are copied to `own`. */
+static const float *entries(const struct attention *a, const void *pool, int64_t place, float *own, int64_t start,
+                            int64_t end)
+{
+    if (!a->half)
+        return (const float *)pool + place;
+    for (int64_t j = start; j < end; j++)
+        widen(own + j * a->d, (const half *)pool + place + j * a->kv * a->d, a->d);
+    return own;
+}
 
 /* Stores key and value head h of a row in the cache. */
 static void store(const struct attention *a, int64_t row, int64_t h)
 {
     const int64_t d = a->d, page = a->page, at = a->position[row];
     const int64_t entry = ((a->table[row * a->width + at / page] * page + at % page) * a->kv + h) * d;
-    memcpy(a->keys + entry, a->key + row * a->key_row + h * a->key_head, d * sizeof(float));
-    memcpy(a->values + entry, a->value + row * a->value_row + h * a->value_head, d * sizeof(float));
+    put(a, a->keys, entry, a->key + row * a->key_row + h * a->key_head);
+    put(a, a->values, entry, a->value + row * a->value_row + h * a->value_head);
 }
 
 /* Attends over a row's sequence up to the row, which may have been stored together with rows before it. The softmax over
@@ -152,7 +202,8 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
     const int64_t d = a->d, kv = a->kv, page = a->page, window = a->window, group = a->heads / kv;
     const int64_t last = a->position[row], first = window > 0 && last >= window ? last - window + 1 : 0;
     const int32_t *pages = a->table + row * a->width;
-    float score[MOST_SCORES], sum[MOST_SUMS], top[64], norm[64];
+    const int64_t step = a->half ? d : kv * d;
+    float score[MOST_SCORES], sum[MOST_SUMS], top[64], norm[64], own_keys[MOST_SUMS], own_values[MOST_SUMS];
     memset(sum, 0, group * d * sizeof(float));
     for (int64_t g = 0; g < group; g++) {
         top[g] = a->sinks ? a->sinks[h * group + g] : -1e30f;
@@ -162,15 +213,16 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
         const int64_t start = p * page < first ? first - p * page : 0;
         const int64_t end = (p + 1) * page <= last ? page : last - p * page + 1;
         const int64_t place = (pages[p] * page * kv + h) * d;
-        const float *K = a->keys + place, *V = a->values + place;
+        const float *K = entries(a, a->keys, place, own_keys, start, end);
+        const float *V = entries(a, a->values, place, own_values, start, end);
         for (int64_t g = 0; g < group; g++) {
             const float *own = a->q + row * a->q_row + (h * group + g) * a->q_head;
             float *s = score + g * page;
             int64_t j = start;
             for (; j + 4 <= end; j += 4)
-                *(vec4 *)(s + j) = a->scale * dots(own, K + j * kv * d, kv * d, d);
+                *(vec4 *)(s + j) = a->scale * dots(own, K + j * step, step, d);
             for (; j < end; j++)
-                s[j] = a->scale * dot(own, K + j * kv * d, d);
+                s[j] = a->scale * dot(own, K + j * step, d);
         }
         for (int64_t g = 0; g < group; g++) {
             float *s = score + g * page, peak = top[g];
@@ -187,7 +239,7 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
                 weights += s[j];
             }
             norm[g] = norm[g] * shrink + weights;
-            add_rows(sum + g * d, shrink, s + start, V + start * kv * d, kv * d, end - start, d);
+            add_rows(sum + g * d, shrink, s + start, V + start * step, step, end - start, d);
         }
     }
     for (int64_t g = 0; g < group; g++)
@@ -196,13 +248,13 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
 }
 
 void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head, const float *key, int64_t key_row,
-                      int64_t key_head, const float *value, int64_t value_row, int64_t value_head, float *keys,
-                      float *values, const int32_t *table, const int64_t *position, int64_t n, int64_t heads, int64_t kv,
+                      int64_t key_head, const float *value, int64_t value_row, int64_t value_head, void *keys,
+                      void *values, const int32_t *table, const int64_t *position, int64_t n, int64_t heads, int64_t kv,
                       int64_t d, int64_t page, int64_t width, int64_t window, float scale, float softcap,
-                      const float *sinks)
+                      const float *sinks, int64_t half)
 {
-    const struct attention a = {out, q, q_row, q_head, key, key_row, key_head, value, value_row, value_head, keys,
-                                values, table, position, n, heads, kv, d, page, width, window, scale, softcap, sinks};
+    const struct attention a = {out, q, q_row, q_head, key, key_row, key_head, value, value_row, value_head, keys, values,
+                                table, position, n, heads, kv, d, page, width, window, scale, softcap, sinks, half};
     for (int64_t job = 0; job < n * kv; job++)
         store(&a, job / kv, job % kv);
     #pragma omp parallel for schedule(dynamic, 1)
@@ -227,27 +279,50 @@ static void norm_rotate(float *x, const float *weight, float offset, float epsil
 /* A Gated DeltaNet (Yang et al., arXiv:2412.06464): weights of its products, of the convolution over queries, keys and
  * values, of its decay and of its gated norm; and the states of the rows. */
 struct delta_net {
-    const float *qkv, *z, *b, *a, *conv, *conv_bias, *dt_bias, *log_rate, *norm, *out;
+    const void *qkv, *z, *b, *a;
+    const float *conv, *conv_bias, *dt_bias, *log_rate, *norm;
+    const void *out;
     float *conv_state, *state;
 };
 
+/* Pairs are a matrix and its bias. */
 struct layer {
-    const float *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm, *o, *o_bias;
-    const float *mlp_norm, *gate, *up, *down;
-    float *keys, *values;
+    const float *norm;
+    const void *q, *q_bias, *k, *k_bias, *v, *v_bias;
+    const float *q_norm, *k_norm;
+    const void *o, *o_bias;
+    const float *mlp_norm;
+    const void *gate, *up, *down;
+    void *keys, *values;
     const struct delta_net *delta; /* in place of the attention, or null */
     int64_t window;
     float scale, softcap;
 };
 
 struct model {
-    const float *embedding, *norm, *head, *head_bias;
+    const void *embedding;
+    const float *norm;
+    const void *head, *head_bias;
     const struct layer *layers;
+    word *packed; /* room for a packed input, or null */
     int64_t count, vocabulary, hidden, heads, kv, d, inner, page;
     int64_t rotated, gated; /* `gated`: behind the query of a head is its gate, whose sigmoid multiplies the output */
-    int64_t delta_heads, delta_key_heads, dk, dv, kernel;
+    int64_t delta_heads, delta_key_heads, dk, dv, kernel, half;
     float epsilon, offset; /* weights of norms are stored less `offset` */
 };
+
+/* The input x[m][k] of products with a model's weights; a team packs it together. */
+static struct input team_input(const struct model *model, const float *x, int64_t m, int64_t k)
+{
+    struct input in = {x, m, k, model->half, 0};
+    if (in.half && model->packed && k % (2 * SIDE) == 0) {
+        #pragma omp for schedule(static)
+        for (int64_t job = 0; job < PACKS(m, k); job++)
+            pack(model->packed, x, m, k, job);
+        in.packed = model->packed;
+    }
+    return in;
+}
 
 /* The attention of a layer for t[n][hidden]; returns its output before the last product, [n][heads][d]; null if keys and
  * values are only to be stored. */
@@ -259,9 +334,10 @@ static float *team_attention(const struct model *m, const struct layer *l, float
     float *q = work, *out = q + n * m->heads * apart, *k = out + n * wide, *v = k + n * narrow;
     const struct product qkv[] = {{q, l->q, l->q_bias, m->heads * apart}, {k, l->k, l->k_bias, narrow},
                                   {v, l->v, l->v_bias, narrow}};
-    team_products(qkv + only_store, 3 - only_store, t, n, m->hidden);
+    const struct input in = team_input(m, t, n, m->hidden);
+    team_products(qkv + only_store, 3 - only_store, &in);
     const struct attention a = {out, q, m->heads * apart, apart, k, narrow, d, v, narrow, d, l->keys, l->values, table,
-                                position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0};
+                                position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0, m->half};
     #pragma omp for schedule(static)
     for (int64_t job = 0; job < n * m->kv; job++) {
         const int64_t row = job / m->kv;
@@ -299,7 +375,8 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
     float *b = out + n * values, *a = b + n * heads;
     const struct product products[] = {{qkv, l->qkv, 0, mixed}, {z, l->z, 0, values}, {b, l->b, 0, heads},
                                        {a, l->a, 0, heads}};
-    team_products(products, 4, t, n, m->hidden);
+    const struct input in = team_input(m, t, n, m->hidden);
+    team_products(products, 4, &in);
     #pragma omp for schedule(static)
     for (int64_t row = 0; row < n; row++)
         conv_row(shifted + row * mixed, qkv + row * mixed, l->conv_state + row * mixed * m->kernel, l->conv, l->conv_bias,
@@ -326,16 +403,23 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
  * the end of each loop that is shared out, seven times a layer. Without `logits`, it ends when the last layer, one with
  * attention, has stored its keys and values.
  */
-void decode(const struct model *m, float *logits, float *work, const int64_t *token, const float *rope,
+void decode(const struct model *given, float *logits, float *work, const int64_t *token, const float *rope,
             const int32_t *table, const int64_t *position, int64_t n, int64_t width)
 {
+    struct model own = *given, *m = &own;
+    if (!has_tiles())
+        m->packed = 0;
     const int64_t hidden = m->hidden, inner = m->inner;
     float *x = work, *t = x + n * hidden, *gate = t + n * hidden, *up = gate + n * inner, *mixer = up + n * inner;
     #pragma omp parallel
     {
+        begin_tiles(m->packed);
         #pragma omp for schedule(static)
         for (int64_t row = 0; row < n; row++) {
-            memcpy(x + row * hidden, m->embedding + token[row] * hidden, hidden * sizeof(float));
+            if (m->half)
+                widen(x + row * hidden, (const half *)m->embedding + token[row] * hidden, hidden);
+            else
+                memcpy(x + row * hidden, (const float *)m->embedding + token[row] * hidden, hidden * sizeof(float));
             norm_row(t + row * hidden, x + row * hidden, m->layers[0].norm, m->offset, m->epsilon, hidden);
         }
         for (int64_t i = 0; i < m->count; i++) {
@@ -345,22 +429,24 @@ void decode(const struct model *m, float *logits, float *work, const int64_t *to
             const float *out;
             if (l->delta) {
                 out = team_delta(m, l->delta, mixer, t, n);
-                team_add_product(x, t, out, l->delta->out, 0, n, hidden, m->delta_heads * m->dv);
+                team_add_product(x, t, team_input(m, out, n, m->delta_heads * m->dv), l->delta->out, 0, hidden);
             } else {
                 out = team_attention(m, l, mixer, t, rope, table, position, n, width, !logits && i == m->count - 1);
                 if (!out)
                     break;
-                team_add_product(x, t, out, l->o, l->o_bias, n, hidden, m->heads * m->d);
+                team_add_product(x, t, team_input(m, out, n, m->heads * m->d), l->o, l->o_bias, hidden);
             }
             team_rms_norm(t, x, l->mlp_norm, m->offset, m->epsilon, n, hidden);
-            team_gated(gate, up, t, l->gate, l->up, n, inner, hidden);
-            team_add_product(x, t, gate, l->down, 0, n, hidden, inner);
+            team_gated(gate, up, team_input(m, t, n, hidden), l->gate, l->up, inner);
+            team_add_product(x, t, team_input(m, gate, n, inner), l->down, 0, hidden);
         }
         if (logits) {
             team_rms_norm(t, x, m->norm, m->offset, m->epsilon, n, hidden);
             const struct product head = {logits, m->head, m->head_bias, m->vocabulary};
-            team_products(&head, 1, t, n, hidden);
+            const struct input in = team_input(m, t, n, hidden);
+            team_products(&head, 1, &in);
         }
+        end_tiles(m->packed);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Decoding one token of each sequence on a CPU in float32: the kernels of decoding.c.
+"""Decoding one token of each sequence on a CPU: the kernels of decoding.c.
 
 torch's own kernels are made for larger matrices.
 """
@@ -86,36 +86,37 @@ def decode_attention(
     values: Tensor,
     table: Tensor,
     position: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
+    options: Any,
 ) -> Tensor:
     """Store the new keys and values in the cache, and return the attention output [n, 1, heads, d]; see `DecodeStep`.
 
     Args:
         query: [n, heads, 1, d]; key, value: [n, kv, 1, d], of the new tokens.
         keys, values: the layer's cache, [pages, page, kv, d].
-        scale, window, softcap, sinks: see `model.ragged_attention.Options`.
+        options: `model.ragged_attention.Options`.
     """
     n, heads, _, d = query.shape
+    query, key, value = query.float(), key.float(), value.float()
     out = query.new_empty(n, 1, heads, d)
     run(
         "decode_attention", out, query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
         value, value.stride(0), value.stride(1), keys, values, table, position,
-        n, heads, key.shape[1], d, keys.shape[1], table.stride(0), window, scale, softcap, sinks,
+        n, heads, key.shape[1], d, keys.shape[1], table.stride(0),
+        options.window, options.scale, options.softcap, options.sinks,
+        keys.dtype == torch.bfloat16,
     )  # fmt: skip
-    return out
+    return out.to(keys.dtype)
 
 
 def can_attend(query: Tensor, keys: Tensor, sinks: Tensor | None) -> bool:
     """Whether `decode_attention` supports these shapes and types."""
-    return usable(query, keys, sinks) and fits(query.shape[1] // keys.shape[2], keys.shape[1], query.shape[3])
+    same = usable(query, keys, dtype=torch.bfloat16) or usable(query, keys)
+    return same and usable(sinks) and fits(query.shape[1] // keys.shape[2], keys.shape[1], query.shape[3])
 
 
 def fits(group: int, page: int, d: int) -> bool:
     """Whether one page's scores and sums, for the `group` query heads of one key head, fit on the kernel's stack."""
-    return group <= 64 and group * page <= 2048 and group * d <= 8192
+    return group <= 64 and group * page <= 2048 and max(group, page) * d <= 8192
 
 
 def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -380,11 +380,8 @@ class Plan:
         return Part("decoding", max(prefill, choosing), remedy)
 
     def stepping(self) -> Part:
-        """Return what an optimizer step adds: gradients in one float32 tensor, and the temporaries of Adam."""
+        """Return what an optimizer step adds: gradients in one float32 tensor."""
         # Stages 1 and 2 have already added up bfloat16 gradients in one float32 tensor.
         whole = min(self.t, self.bucket) if self.stage == 0 else self.owned
         flat = 0 if self.stage in (1, 2) and self.dtype == 2 else 4 * whole
-        # On a CPU, torch takes one tensor after the other, with two temporaries; fused kernels have none.
-        tensor = self.owned if self.stage else self.sizes.largest
-        adam = 0 if self.gpu or self.config.engine.adam == "deepspeed" else 8 * tensor
-        return Part("step", 0 if self.gpu and self.offloads else flat + adam, remedies.fewer_states(self))
+        return Part("step", 0 if self.gpu and self.offloads else flat, remedies.fewer_states(self))

@@ -27,7 +27,7 @@ def build(folder: Path) -> Trainer:
         folder,
         run={"steps": 10},
         policy={"micro_batch_tokens": 160},
-        engine={"zero_stage": 3, "adam": "torch"},
+        engine={"zero_stage": 3},
         data={"limit": 100},
         rollout={"prompts_per_step": 8, "num_generations": 5, "max_completion_tokens": 12},
         grpo={"beta": 0.1, "sampler_correction": "truncate", "num_minibatches": 2},

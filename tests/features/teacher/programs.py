@@ -24,7 +24,7 @@ def steps(folder: Path, stage: int, generations: int, sections: Any = None, **te
         folder,
         run={"steps": 10},
         policy={"micro_batch_tokens": 100},
-        engine={"zero_stage": stage, "adam": "torch"},
+        engine={"zero_stage": stage},
         rollout={"prompts_per_step": 12, "num_generations": generations, "max_completion_tokens": 8},
         grpo={"num_minibatches": 2},
         teacher=teacher,

@@ -53,12 +53,13 @@ def definition(own, prefix, query, key, value, scale, window, softcap, sinks=Non
     return torch.stack(rows)[None]
 
 
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize(("seed", "has_sinks"), [(0, False), (1, False), (2, True), (3, True)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (5, 0.0), (1000, 0.0), (0, 2.0), (7, 0.7)])
 @pytest.mark.parametrize(("heads", "kv", "d"), [(4, 2, 32), (2, 2, 7), (6, 1, 16), (7, 7, 33), (16, 2, 80)])
-def test_values_and_gradients_are_those_of_the_definition(heads, kv, d, window, softcap, seed, has_sinks):
+def test_values_and_gradients_are_those_of_the_definition(heads, kv, d, window, softcap, seed, has_sinks, dtype, close):
     own, prefix, tokens = layout(seed)
-    given = inputs(tokens, heads, kv, d, seed)
+    given = [x.detach().to(dtype).requires_grad_() for x in inputs(tokens, heads, kv, d, seed)]
     sinks = 3 * torch.randn(heads, generator=torch.Generator().manual_seed(seed)) if has_sinks else None
     leaves = given if sinks is None else [*given, sinks.requires_grad_()]
     options = Options(0.4, window, softcap, sinks)
@@ -66,10 +67,10 @@ def test_values_and_gradients_are_those_of_the_definition(heads, kv, d, window, 
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     theirs = torch.autograd.grad((expected * weight).sum(), leaves)
     found = Segments(own, prefix, CPU).attend(*given, options)
-    assert (found - expected).abs().max() < 1e-5
+    assert found.dtype == dtype and (found - expected).abs().max() < close * max(1.0, float(expected.abs().max()))
     mine = torch.autograd.grad((found * weight).sum(), leaves)
     for gradient, other in zip(mine, theirs, strict=True):
-        assert (gradient - other).abs().max() < 1e-5 * max(1.0, float(other.abs().max()))
+        assert (gradient - other).abs().max() < close * max(1.0, float(other.abs().max()))
 
 
 def test_a_long_sequence_and_large_logits():

@@ -1,6 +1,7 @@
 import subprocess
 import time
 import warnings
+from copy import deepcopy
 from itertools import chain
 
 import pytest
@@ -83,13 +84,14 @@ def test_norms_of_either_kind_are_recognized_and_others_left(offset, size):
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, softcap, has_sinks):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, softcap, has_sinks, dtype):
     page, lengths = 4, [1, 4, 5, 19, 8]
     n = len(lengths)
-    cache = PagedCache(Geometry((((kv, d), (kv, d)),), torch.float32), 40, page, torch.device("cpu"))
+    cache = PagedCache(Geometry((((kv, d), (kv, d)),), dtype), 40, page, torch.device("cpu"))
     order = (torch.randperm(39, generator=torch.Generator().manual_seed(0)) + 1).tolist()
     table = torch.zeros(n, 6, dtype=torch.int32)
-    keys, values = random(n, kv, 24, d, seed=1), random(n, kv, 24, d, seed=2)
+    keys, values = (random(n, kv, 24, d, seed=seed).to(dtype) for seed in (1, 2))
     for row, length in enumerate(lengths):
         for place in range(-(-length // page)):
             table[row, place] = order.pop()
@@ -97,13 +99,13 @@ def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, so
             at = table[row, entry // page], entry % page
             cache.keys[0][at], cache.values[0][at] = keys[row, :, entry], values[row, :, entry]
     position = torch.tensor(lengths) - 1
-    query = random(n, heads, 1, d, seed=3)
+    query = random(n, heads, 1, d, seed=3).to(dtype)
     new = [torch.stack([t[row, :, i] for row, i in enumerate(position)])[:, :, None] for t in (keys, values)]
     batch = DecodeStep(cache, Rows(position, table, position, 6))
     options = Options(0.3, window, softcap, 3 * random(heads, seed=4) if has_sinks else None)
     out = batch.attend(query, *new, options)
-    expected = masked_attention(query, keys, values, position[:, None], options)
-    assert torch.allclose(out, expected, atol=1e-5)
+    expected = masked_attention(query.float(), keys.float(), values.float(), position[:, None], options)
+    assert out.dtype == dtype and torch.allclose(out.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.02)
     last = [(table[row, i // page], i % page) for row, i in enumerate(position)]
     assert all(torch.equal(cache.keys[0][at], new[0][row, :, 0]) for row, at in enumerate(last))
 
@@ -144,6 +146,42 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture):
     with torch.inference_mode():
         taken = fused_step(view, cache_of(view))
     assert (taken is not None) == (architecture in ("llama", "mistral", "qwen2", "qwen3"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("hidden", [32, 48, 128])
+@torch.inference_mode()
+def test_a_step_in_bfloat16_is_that_of_its_weights_in_float32(hidden, tiled):
+    """By the tiles of AMX, where the processor has them and widths are multiples of 32, and without."""
+    wide = build(tiny_config("qwen3", hidden), ATTENTION)
+    half = deepcopy(wide).bfloat16()
+    wide.load_state_dict(half.state_dict())
+    n, found = 37, []
+    table = torch.arange(1, n + 1, dtype=torch.int32)[:, None]
+    for view in (half, wide):
+        cache = PagedCache(geometry_of(view), n + 1, 32, torch.device("cpu"))
+        step = fused_step(view, cache)
+        assert step is not None
+        step._tiled *= tiled
+        for at in range(3):
+            position = torch.full((n,), at)
+            rows = Rows((position * 7 + torch.arange(n)) % VOCABULARY, table, position, 1, position)
+            found.append(step(rows).clone())
+            alone = step(Rows(*(tensor[-1:] for tensor in rows[:3]), 1, position[-1:]))
+            assert torch.equal(alone, found[-1][-1:]), "a row has the same result in any batch"
+    for ours, exact in zip(found[:3], found[3:], strict=True):
+        assert (ours - exact).square().mean().sqrt() < 0.02 * exact.std()
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_rounding_in_many_layers_does_not_keep_a_step_from_being_fused():
+    """Through all of them it moves logits by as much as another formula would."""
+    view = build(tiny_config("llama", layers=40), ATTENTION).bfloat16()
+    for layer in view.model.layers:
+        layer.self_attn.q_proj.weight *= 3
+    assert fused_step(view, cache_of(view)) is not None
 
 
 @needs_compiler

@@ -1,0 +1,141 @@
+/* bfloat16: half of a float, and products of it by the tiles of Intel's AMX (Intel 64 and IA-32 manual, volume 1, chapter
+ * 18), where a compiler's target and the kernel of the system have them. */
+typedef uint16_t half;
+typedef uint32_t word; /* two halves */
+
+static inline void widen(float *out, const half *x, int64_t n)
+{
+    word *bits = (word *)out;
+    for (int64_t i = 0; i < n; i++)
+        bits[i] = (word)x[i] << 16;
+}
+
+/* Rounds to the nearest, ties to even. */
+static inline void narrow(half *out, const float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        word bits;
+        memcpy(&bits, x + i, sizeof bits);
+        out[i] = (half)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+/* A tile has 16 rows of 16 words. */
+#define SIDE 16
+/* Tiles of an input x[m][k]. */
+#define PACKS(m, k) (((m) + SIDE - 1) / SIDE * ((k) / (2 * SIDE)))
+
+#ifdef __AMX_BF16__
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef word words __attribute__((vector_size(4 * SIDE)));
+
+/* In each step the halves of pairs of rows change places: numbers, then pairs of them, and so on (Eklundh, 1972). */
+static inline void transpose(words *rows)
+{
+    for (int step = 1; step < SIDE; step *= 2) {
+        words low, high;
+        for (int j = 0; j < SIDE; j++) {
+            low[j] = j & step ? SIDE + j - step : j;
+            high[j] = j & step ? SIDE + j : j + step;
+        }
+        for (int i = 0; i < SIDE; i++)
+            if (!(i & step)) {
+                const words a = rows[i], b = rows[i + step];
+                rows[i] = __builtin_shuffle(a, b, low);
+                rows[i + step] = __builtin_shuffle(a, b, high);
+            }
+    }
+}
+
+/* Packs 16 rows and 32 columns of x[m][k] as the second factor of a tile product: a row of the tile has two columns. */
+static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job)
+{
+    const int64_t across = k / (2 * SIDE), first = job / across * SIDE, column = job % across * 2 * SIDE;
+    words rows[SIDE] = {{0}};
+    for (int64_t i = 0; i < SIDE && first + i < m; i++)
+        narrow((half *)(rows + i), x + (first + i) * k + column, 2 * SIDE);
+    transpose(rows);
+    memcpy(packed + job * SIDE * SIDE, rows, sizeof rows);
+}
+
+/* 32 columns of out[m][n] = x[m][k] w[32][k]^T + bias[32]. Accumulators are tiles 0 to 3: of 32 rows of the weight, in
+ * tiles 4 and 5, and 32 rows of the input, in 6 and 7. */
+static void tile_columns(float *out, const word *packed, const half *w, const float *bias, int64_t m, int64_t n,
+                         int64_t k)
+{
+    const int64_t across = k / (2 * SIDE), block = across * SIDE * SIDE;
+    words sums[2][2][SIDE];
+    for (int64_t row = 0; row < m; row += 2 * SIDE) {
+        const word *from = packed + row / SIDE * block;
+        const int64_t two = m - row > SIDE;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t j = 0; j < across; j++, from += SIDE * SIDE) {
+            for (int64_t i = 2 * SIDE; i < 4 * SIDE && row + 2 * SIDE >= m; i++)
+                __builtin_prefetch(w + i * k + j * 2 * SIDE); /* of the next columns */
+            _tile_loadd(4, w + j * 2 * SIDE, 2 * k);
+            _tile_loadd(5, w + SIDE * k + j * 2 * SIDE, 2 * k);
+            _tile_loadd(6, from, 4 * SIDE);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            if (two) {
+                _tile_loadd(7, from + block, 4 * SIDE);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, sums[0][0], 4 * SIDE);
+        _tile_stored(1, sums[0][1], 4 * SIDE);
+        _tile_stored(2, sums[1][0], 4 * SIDE);
+        _tile_stored(3, sums[1][1], 4 * SIDE);
+        for (int64_t b = 0; b < 4; b++) {
+            const int64_t first = row + b / 2 * SIDE, column = b % 2 * SIDE;
+            transpose(sums[b / 2][b % 2]);
+            for (int64_t i = 0; i < SIDE && first + i < m; i++) {
+                const float *sum = (const float *)(sums[b / 2][b % 2] + i);
+                for (int64_t c = 0; c < SIDE; c++)
+                    out[(first + i) * n + column + c] = sum[c] + (bias ? bias[column + c] : 0);
+            }
+        }
+    }
+}
+
+static void begin_tiles(const word *packed)
+{
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shape.bytes[i] = 4 * SIDE;
+        shape.rows[i] = SIDE;
+    }
+    if (packed)
+        _tile_loadconfig(&shape);
+}
+
+static void end_tiles(const word *packed)
+{
+    if (packed)
+        _tile_release();
+}
+
+/* Whether this process may use tiles: Linux wants to be asked first (arch_prctl, ARCH_REQ_XCOMP_PERM). */
+static int has_tiles(void)
+{
+    return !syscall(SYS_arch_prctl, 0x1023, 18);
+}
+#else
+static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job) {}
+static void tile_columns(float *out, const word *packed, const half *w, const float *bias, int64_t m, int64_t n,
+                         int64_t k) {}
+static void begin_tiles(const word *packed) {}
+static void end_tiles(const word *packed) {}
+static int has_tiles(void) { return 0; }
+#endif
