@@ -1,7 +1,7 @@
 /* bfloat16: half of a float, and products of it by the tiles of Intel's AMX (Intel 64 and IA-32 manual, volume 1, chapter
  * 18), where a compiler's target and the kernel of the system have them. */
-typedef uint16_t half;
-typedef uint32_t word; /* two halves */
+typedef uint16_t half __attribute__((may_alias));
+typedef uint32_t word __attribute__((may_alias)); /* two halves, or the bits of a float */
 
 static inline void widen(float *out, const half *x, int64_t n)
 {
@@ -30,18 +30,18 @@ static inline void narrow(half *out, const float *x, int64_t n)
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef word words __attribute__((vector_size(4 * SIDE)));
+typedef word words __attribute__((vector_size(4 * SIDE), may_alias));
 
 /* In each step the halves of pairs of rows change places: numbers, then pairs of them, and so on (Eklundh, 1972). */
 static inline void transpose(words *rows)
 {
-    for (int step = 1; step < SIDE; step *= 2) {
+    _Pragma("GCC unroll 4") for (int step = 1; step < SIDE; step *= 2) {
         words low, high;
-        for (int j = 0; j < SIDE; j++) {
+        _Pragma("GCC unroll 16") for (int j = 0; j < SIDE; j++) {
             low[j] = j & step ? SIDE + j - step : j;
             high[j] = j & step ? SIDE + j : j + step;
         }
-        for (int i = 0; i < SIDE; i++)
+        _Pragma("GCC unroll 16") for (int i = 0; i < SIDE; i++)
             if (!(i & step)) {
                 const words a = rows[i], b = rows[i + step];
                 rows[i] = __builtin_shuffle(a, b, low);
@@ -96,28 +96,23 @@ static void tile_columns(float *out, const word *packed, const half *w, const fl
         for (int64_t b = 0; b < 4; b++) {
             const int64_t first = row + b / 2 * SIDE, column = b % 2 * SIDE;
             transpose(sums[b / 2][b % 2]);
-            for (int64_t i = 0; i < SIDE && first + i < m; i++) {
-                const float *sum = (const float *)(sums[b / 2][b % 2] + i);
-                for (int64_t c = 0; c < SIDE; c++)
-                    out[(first + i) * n + column + c] = sum[c] + (bias ? bias[column + c] : 0);
-            }
+            for (int64_t i = 0; i < SIDE && first + i < m; i++)
+                *(vec *)(out + (first + i) * n + column) = (vec)sums[b / 2][b % 2][i] + (bias ? AT(bias, column) : (vec){0});
         }
     }
 }
 
+/* Eight tiles of 16 rows of 64 bytes. A constant, since GCC does not see that the instruction reads all of it. */
+static const struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} SHAPE = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
 static void begin_tiles(const word *packed)
 {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        shape.bytes[i] = 4 * SIDE;
-        shape.rows[i] = SIDE;
-    }
     if (packed)
-        _tile_loadconfig(&shape);
+        _tile_loadconfig(&SHAPE);
 }
 
 static void end_tiles(const word *packed)
