@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,14 +68,13 @@ def placed(chat: list[Message], count: int) -> list[Message]:
     `<image>`, if there are as many; else with all of them before the user's first text."""
     if has_images(chat):
         return chat
-    of_user = [m for m in chat if m["role"] == "user" and isinstance(m.get("content"), str)]
-    image = {"type": "image"}
-    if sum(m["content"].count(_SIGN) for m in of_user) == count:
-        return [{**m, "content": _split(m["content"])} if any(m is o for o in of_user) else m for m in chat]
+    of_user = {id(m): m["content"] for m in chat if m["role"] == "user" and isinstance(m.get("content"), str)}
+    if sum(content.count(_SIGN) for content in of_user.values()) == count:
+        return [{**m, "content": parted(of_user[id(m)].split(_SIGN))} if id(m) in of_user else m for m in chat]
     first = next((number for number, m in enumerate(chat) if m["role"] == "user"), len(chat) - 1)
     content = chat[first].get("content")
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-    return [*chat[:first], {**chat[first], "content": [image] * count + texts}, *chat[first + 1 :]]
+    return [*chat[:first], {**chat[first], "content": [{"type": "image"}] * count + texts}, *chat[first + 1 :]]
 
 
 def has_images(text: str | list[Message] | Message) -> bool:
@@ -85,9 +85,10 @@ def has_images(text: str | list[Message] | Message) -> bool:
     return isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "image" for p in content)
 
 
-def _split(text: str) -> list[dict[str, str]]:
-    pieces = [[{"type": "text", "text": piece}] if piece else [] for piece in text.split(_SIGN)]
-    return [*pieces[0], *(part for piece in pieces[1:] for part in ({"type": "image"}, *piece))]
+def parted(pieces: Iterable[str], images: Iterable[dict[str, Any]] = repeat({"type": "image"})) -> list[dict[str, Any]]:
+    """Return a content of texts, without empty ones, with a part of `images` between each two."""
+    first, *others = ([{"type": "text", "text": piece}] if piece else [] for piece in pieces)
+    return [*first, *(part for image, text in zip(images, others, strict=False) for part in (image, *text))]
 
 
 @dataclass(frozen=True)

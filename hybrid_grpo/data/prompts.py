@@ -158,7 +158,7 @@ def _read_all(
     if album is not None and tokenizer.chat_template is None and any(map(shows, rows)):
         # Other rows, perhaps in another rank's share, may need the processor's template too.
         tokenizer.chat_template = album.template
-    texts = (json.dumps(row[config.prompt_column], default=_kind, skipkeys=True) for row in rows)
+    texts = (json.dumps(row[config.prompt_column], default=lambda v: type(v).__name__, skipkeys=True) for row in rows)
     refuse(
         len(set(all_gather_objects((len(rows), of_texts(texts) if world_size() > 1 else "")))) > 1,
         f"{source}: not all ranks read the same prompts: give every machine the same data",
@@ -169,10 +169,6 @@ def _read_all(
     if album is not None:
         album.take(picture for prompt in prompts for picture in prompt.pictures)
     return prompts
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
 
 
 def _columns(row: Row, pictures: Sequence[Picture], config: DataConfig) -> Row:

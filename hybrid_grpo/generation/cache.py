@@ -81,6 +81,16 @@ class Geometry:
         return torch.uint8 if self.experts and self.experts[2] <= 256 else torch.int16
 
 
+class ForwardCache:
+    """What transformers asks of a cache beside keys, values and states. Positions are always given explicitly."""
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
 def cached_forward(forward: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
     """Return what `forward`, of a transformers model or its base, returns for the new tokens `ids`; `ids` and
     `positions` are int64 [rows, n]. It gets `batch` as its cache, and as the `Batch` of `routed_attention`."""
@@ -309,12 +319,12 @@ def cache_for(
 
 
 def recorded_by(cache: PagedCache, prompts: dict[int, np.ndarray], sequence: Sequence) -> tuple[Sidecar, ...]:
-    """Return what `cache` recorded for a sequence that has ended. `prompts` keeps the part of each request's prompt, as
-    it was for the completion that ended first."""
+    """Return what was recorded for a sequence whose turn has ended. `prompts` keeps what `cache` has of each request's
+    prompt, as it was for the completion that ended first."""
     found, prompt = sequence.recorded, sequence.prompt
     if sequence.pages:
         found = cache.recorded(sequence.pages, len(sequence.tokens) - 1)
     if found is None:
-        return ()
+        return sequence.masks
     of_prompt = prompts.setdefault(sequence.request, found[:prompt].copy())
-    return (Routing(of_prompt, found[prompt:].copy()),)
+    return *sequence.masks, Routing(of_prompt, found[prompt:].copy())

@@ -48,9 +48,9 @@ class SamplingMask:
         """Return the ids of each token; undoes `of`."""
         return np.split(self.id_K, np.cumsum(self.count_N)[:-1])
 
-    def cut(self, tokens: int) -> SamplingMask:
+    def part(self, sampled: slice, read: slice) -> SamplingMask:
         """See `Sidecar`."""
-        return SamplingMask.of(self.lists()[:tokens])
+        return SamplingMask.of(self.lists()[sampled])
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """See `Sidecar`."""

@@ -11,7 +11,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import PLACE, Opening
-from hybrid_grpo.data.pictures import ImageStore, placed
+from hybrid_grpo.data.pictures import ImageStore, parted, placed
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.template import cut
@@ -89,6 +89,5 @@ def _extended(text: str | list[Message], pieces: Sequence[str]) -> str | list[Me
         longer: Any = content + pieces[0]
     else:
         before = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-        parts = [[{"type": "text", "text": piece}] if piece else [] for piece in pieces]
-        longer = [*before, *parts[0], *(part for piece in parts[1:] for part in ({"type": "image"}, *piece))]
+        longer = [*before, *parted(pieces)]
     return [*text[:-1], {**text[-1], "content": longer}]

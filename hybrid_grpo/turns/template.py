@@ -16,7 +16,7 @@ from hybrid_grpo.data.chat_text import ChatText, clean, unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.data.picture import Picture
-from hybrid_grpo.data.pictures import ImageStore, bared
+from hybrid_grpo.data.pictures import ImageStore, bared, parted
 from hybrid_grpo.data.prompts import TRUSTED
 from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.observations import error_text
@@ -51,11 +51,8 @@ def user_message(said: str | Observation) -> Message:
 def _content(said: str | Observation) -> str | list[dict[str, Any]]:
     if isinstance(said, str) or not said.pictures:
         return clean(said if isinstance(said, str) else said.text)
-    parts: list[dict[str, Any]] = []
-    for number, text in enumerate(said.text.split(PLACE)):
-        parts += [{"type": "image", "image": said.pictures[number - 1]}] if number else []
-        parts += [{"type": "text", "text": clean(text)}] if text else []
-    return parts
+    images = [{"type": "image", "image": picture} for picture in said.pictures]
+    return parted(map(clean, said.text.split(PLACE)), images)
 
 
 def _id(number: int, id: str | None) -> str:

@@ -225,7 +225,7 @@ class _Watcher:
         """Print where this rank stands; one rank per machine also prints which rank is behind. Then end the rank with
         the status of a run that can be resumed."""
         mine, entries, minutes = self.mine, self.shared.entries, (since - self.mine.beat) / 60
-        stopped = _state(self.pid) in "tT"
+        stopped = (_stat(self.pid) or ["X"])[0] in "tT"
         stack = [] if stopped else self.stack(since + _STACK_SECONDS)
         waits = any(_COLLECTIVE.search(line) for line in stack[:_INNERMOST])
         mine.behind = 3 if stopped else 2 if not stack else 0 if waits else 1
@@ -313,10 +313,6 @@ def _stat(pid: int) -> list[str]:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
-
-
-def _state(pid: int) -> str:
-    return (_stat(pid) or ["X"])[0]
 
 
 def _lives(pid: int, start: str | None = None) -> bool:

@@ -95,8 +95,8 @@ def joined(play: Play, outcome: Reply, reward: str) -> Completion:
     """Return the histories of an episode as one completion."""
     ids, logp = list[int](), list[float]()
     observations, starts = list[ObservationTokens](), list[int]()
-    for completion in (history.completion for history in play.histories):
-        assert completion is not None
+    completions = [history.completion for history in play.histories if history.completion is not None]
+    for completion in completions:
         starts += [len(observations)] if completion.observations else []
         observations += [(len(ids) + place, given) for place, given in completion.observations]
         ids += completion.token_ids
@@ -125,6 +125,7 @@ def joined(play: Play, outcome: Reply, reward: str) -> Completion:
             failure=failure.message if failure else None,
         ),
         histories=tuple(starts),
+        sidecars=tuple(type(parts[0]).joined(parts) for parts in zip(*(c.sidecars for c in completions), strict=True)),
     )
 
 

@@ -30,7 +30,7 @@ from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.turns.agents.endpoint import Answer, Endpoint
 from hybrid_grpo.turns.agents.histories import History, Play, Ready, begins, checked, joined, stopped
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
-from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, read, refuse, remembered
+from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, read, recorded, refuse, remembered
 from hybrid_grpo.turns.reading import Reader, reader_of, turn_of
 from hybrid_grpo.turns.template import TurnTemplate, user_message
 from hybrid_grpo.turns.trajectory import Arrivals
@@ -220,6 +220,7 @@ class Agents:
         refuse(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history", _TOO_LONG)
         history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
         history.sequence.stream, history.sequence.stream_begin = stream, len(history.sequence.logp)
+        history.sequence.reported = () if ask.records else None
         play.asked[asked] += 1
         if history.sequence.key not in self._sampling:
             self._sampling[history.sequence.key] = history
@@ -279,7 +280,9 @@ class Agents:
         before = sequence.tokens[: sequence.begin] if ask.has_ids else []
         id = f"turn-{history.turn}"
         history.said.append((id, ask.role, len(sequence.logp)))
-        sampled = Sampled(id, turn, before, ids, sequence.logp[-len(ids) :], texts, sequence.begin, finish)
+        records = recorded(ask.records, sequence.reported or (), len(ids))
+        logp = sequence.logp[-len(ids) :]
+        sampled = Sampled(id, turn, before, ids, logp, texts, sequence.begin, finish, records)
         if ask.chat is not None:
             history.chat = [*ask.chat, remembered(sampled)]
         answer(sampled)
