@@ -63,10 +63,11 @@ def bared(message: Message) -> tuple[Message, list[Any]]:
     return ({**message, "content": list(map(bare, content))} if isinstance(content, list) else message), inside
 
 
-def placed(chat: list[Message], count: int) -> list[Message]:
-    """Return a chat with `count` parts of type image: as it is if it has such parts; else with one in the place of each
-    `<image>`, if there are as many; else with all of them before the user's first text."""
-    if has_images(chat):
+def placed(text: str | list[Message], count: int) -> list[Message]:
+    """Return a prompt as a chat with `count` parts of type image: those that it has; else one in the place of each
+    `<image>`, if there are as many; else all of them before the user's first text."""
+    chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if has_images(chat) or not count:
         return chat
     of_user = {id(m): m["content"] for m in chat if m["role"] == "user" and isinstance(m.get("content"), str)}
     if sum(content.count(_SIGN) for content in of_user.values()) == count:
@@ -75,6 +76,13 @@ def placed(chat: list[Message], count: int) -> list[Message]:
     content = chat[first].get("content")
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
     return [*chat[:first], {**chat[first], "content": [{"type": "image"}] * count + texts}, *chat[first + 1 :]]
+
+
+def filled(chat: list[Message], parts: Iterable[dict[str, Any]]) -> list[Message]:
+    """Return a chat with these parts in the places of its pictures, in order."""
+    left, bare = iter(parts), {"type": "image"}
+    of = {id(m): [next(left) if part == bare else part for part in m["content"]] for m in chat if has_images(m)}
+    return [{**m, "content": of[id(m)]} if id(m) in of else m for m in chat]
 
 
 def has_images(text: str | list[Message] | Message) -> bool:

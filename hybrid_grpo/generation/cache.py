@@ -22,6 +22,7 @@ from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.routing import Recorder, Routing, routed
 from hybrid_grpo.model.sidecars import Sidecar
 from hybrid_grpo.model.upload import upload
+from hybrid_grpo.model.visual_tokens import whole_before
 
 if TYPE_CHECKING:
     from hybrid_grpo.generation.sequence import Sequence
@@ -220,8 +221,8 @@ class PagedCache:
         self._published.get(before, {}).pop(own, None)
 
     def find(self, tokens: list[int]) -> tuple[list[int], int]:
-        """Return published pages that begin with these tokens, and how many tokens they have in common: the last page
-        may continue otherwise. There are none if the model has states, which are not in pages."""
+        """Return published pages that begin with these tokens, and how many tokens they have in common, with no picture
+        divided: the last page may continue otherwise. There are none if the model has states, which pages lack."""
         found, common = list[int](), 0
         for own in self._divided(tokens) if self._published and not self.states else ():
             pages = self._published.get(found[-1] if found else 0, {})
@@ -232,7 +233,8 @@ class PagedCache:
             common += alike
             if alike < self.page:
                 break
-        return found, common
+        common = whole_before(tokens, common) if common else 0
+        return found[: self.pages_for(common)], common
 
     def _divided(self, tokens: list[int]) -> Iterator[tuple[int, ...]]:
         """Yield the tokens of each page."""

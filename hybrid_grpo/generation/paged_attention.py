@@ -108,7 +108,6 @@ class Prefill(ForwardCache):
         return latents[..., : key.shape[3]], latents[..., key.shape[3] :]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """See `routed_attention`."""
         if not self._cache.geometry.latents:
             if self._ragged and self._longest[0] <= _FEW_TOKENS:
                 group = query.shape[1] // key.shape[1]
@@ -237,7 +236,6 @@ class DecodeStep(ForwardCache):
         return state
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """See `routed_attention`."""
         keys, values = self._cache.layer(next(self._layers))
         if decoding.can_attend(query, keys, options.sinks):
             return decoding.decode_attention(query, key, value, keys, values, self._table, self._position, *options)

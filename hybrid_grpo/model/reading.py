@@ -14,7 +14,7 @@ from hybrid_grpo.model.routing import Replay, Routing
 from hybrid_grpo.model.sidecars import Piece, TokenRow, find
 from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
 from hybrid_grpo.model.support import MaskColumns
-from hybrid_grpo.model.visual_tokens import whole_until
+from hybrid_grpo.model.visual_tokens import whole_before, whole_until
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Reading:
         """Return how many of the first `tokens` of two rows, which are the same, may be computed once for both."""
         known = [np.concatenate(of.arrays())[:tokens] for row in (one, other) if (of := find(row.sidecars, Routing))]
         differs = (known[0] != known[1]).any((1, 2)) if self.replays and len(known) == 2 else np.zeros(1)
-        return int(differs.argmax()) if differs.any() else tokens
+        return whole_before(one.ids, int(differs.argmax())) if differs.any() else tokens
 
     def sidecars(
         self,

@@ -49,16 +49,13 @@ class Routing:
     name: ClassVar = "experts"
 
     def part(self, sampled: slice, read: slice) -> Routing:
-        """See `Sidecar`."""
         return Routing(self.prompt, self.completion[read])
 
     @classmethod
     def joined(cls, parts: Sequence[Routing]) -> Routing:
-        """See `Sidecar`."""
         return cls(parts[0].prompt, np.concatenate([part.completion for part in parts]))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """See `Sidecar`."""
         return self.prompt, self.completion
 
     def __eq__(self, other: object) -> bool:
@@ -202,7 +199,6 @@ class RoutingProbe:
         """Layers, experts of a token in each, and experts to choose from; None without any."""
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:
-        """See `Routes`."""
         layers, _, most = self.shape or (0, 0, 0)
         self.shape = max(layers, layer + 1), experts_Sk.shape[1], max(most, count)
         return experts_Sk
@@ -217,7 +213,6 @@ class Recorder:
         self._known = None if known is None else upload(known, pool.device)
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:
-        """See `Routes`."""
         used_Sk = experts_Sk if self._known is None else _used(self._known[:, layer], experts_Sk)
         self._pool[self._page_S, self._offset_S, layer] = used_Sk.to(self._pool.dtype)
         return used_Sk
@@ -240,7 +235,6 @@ class Replay:
         return None if experts is None else cls(experts, replays, device)
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:
-        """See `Routes`."""
         self._own[layer], self._counts[layer] = experts_Sk.to(torch.int16), count
         return _used(self._recorded_SLk[:, layer], experts_Sk) if self._replays else experts_Sk
 

@@ -49,11 +49,9 @@ class SamplingMask:
         return np.split(self.id_K, np.cumsum(self.count_N)[:-1])
 
     def part(self, sampled: slice, read: slice) -> SamplingMask:
-        """See `Sidecar`."""
         return SamplingMask.of(self.lists()[sampled])
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """See `Sidecar`."""
         return self.id_K, self.count_N
 
     def __eq__(self, other: object) -> bool:

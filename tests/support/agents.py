@@ -97,6 +97,23 @@ async def branches(task, client):
     return 1.0
 
 
+async def looks(task, client):
+    """Look at the row's first picture, and then at the second; begin anew with both, or as before."""
+    [message], text = task["prompt"], {"type": "text", "text": "And this?"}
+    one, two = (part for part in message["content"] if part["type"] == "image_url")
+    first, second = {"role": "user", "content": [text, one]}, {"role": "user", "content": [two, text]}
+    said = await _said(client, [first], max_tokens=4)
+    for chat in ([first, said, second], [message], [first, second], [{**first, "content": [text, one, text]}]):
+        await _said(client, chat, max_tokens=4)
+    try:
+        await _said(client, [{"role": "user", "content": [{**one, "image_url": {"url": "https://a.org/b.png"}}]}])
+    except Exception as error:
+        return float("https://a.org/b.png is not fetched" in str(error) and error.status_code == 400)
+
+
+looks.shows_pictures = True
+
+
 async def rewards_parts(task, client):
     """White and black speak in one chat; or two replies go on with a beginning, and a third with part of it."""
     if task["how"] == "roles":

@@ -18,20 +18,25 @@ from experts_used import differing, experts_used
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import SUPPORT
+from seeing import make_seeing, pictures
 from tiny_models import build, tiny_config
 from tool_tokenizers import FAMILIES, tool_tokenizer
 
-from hybrid_grpo.config import DataConfig, RolloutConfig, ScoringConfig
+from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.completion import Prompt
 from hybrid_grpo.data.completion_records import completion_of, record_of
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.generation import Callbacks, stream_key
+from hybrid_grpo.data.pictures import ImageStore
+from hybrid_grpo.generation import Callbacks, loop, stream_key
 from hybrid_grpo.generation.rollout import complete, request_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.loading import load_config, load_model
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.reading import Reading
+from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import Routing, install_routers
+from hybrid_grpo.model.sight import VisionEncoder, image_token, load_tower
+from hybrid_grpo.model.visual_tokens import keys_of
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
 from hybrid_grpo.turns.agents.protocol import Ask, Refused, read
 from hybrid_grpo.turns.agents.sessions import Agents
@@ -44,25 +49,25 @@ MODELS = {
 }
 
 
-def agents_of(name, family="hermes", **more):
+def agents_of(name, family="hermes", album=None, **more):
     """The agents of a function or a command line, the tokenizer, and the settings."""
     agent = name if " " in name or ":" in name else f"{AGENTS}:{name}"
     limits = {"max_completion_tokens": 60, "max_turn_tokens": 10, "max_turns": 12, "max_total_tokens": 400}
     rollout = RolloutConfig(**{"agent": agent, "agent_timeout_s": 60, **limits, **more})
-    tokenizer = tool_tokenizer(family)
+    tokenizer = tool_tokenizer(family) if album is None else album.processor.tokenizer
     config = SimpleNamespace(rollout=rollout, data=DataConfig(), scoring=ScoringConfig(workers=2))
-    return Agents(config, tokenizer, (tokenizer.eos_token_id,)), tokenizer, rollout
+    return Agents(config, tokenizer, (tokenizer.eos_token_id,), album), tokenizer, rollout
 
 
-def sampled(played, model, rows, size=2, seed=0, seen=None):
+def sampled(played, model, rows, size=2, seed=0, seen=None, reading=TEXT):
     """The completions of rows, group after group, with two ranks' worth of slots."""
     turns, tokenizer, rollout = played
     requests = []
     for number, row in enumerate(rows):
-        columns = {name: value for name, value in row.items() if name != "prompt"}
-        prompt = Prompt(number, row["prompt"], [1, 2], columns)
+        columns = {name: value for name, value in row.items() if name not in ("prompt", "pictures")}
+        prompt = Prompt(number, row["prompt"], [1, 2], columns, pictures=row.get("pictures", ()))
         requests.append(request_of(prompt, rollout, [stream_key(seed, number, k) for k in range(size)]))
-    callbacks = Callbacks(None if seen is None else lambda *of: seen.append(of[:2]), turns=turns)
+    callbacks = Callbacks(None if seen is None else lambda *of: seen.append(of[:2]), turns=turns, reading=reading)
     groups, stats = complete(
         model, tokenizer, requests, sampling_of(rollout, (tokenizer.eos_token_id,)), callbacks=callbacks, config=rollout
     )
@@ -219,6 +224,33 @@ def test_experts_and_masks_of_histories_reach_their_agent_and_training(tmp_path)
     torch.testing.assert_close(shared_N.sort()[0], apart_N.sort()[0])
     for name, gradient in apart.items():
         torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_pictures_are_read_where_they_stand(name, tmp_path, monkeypatch):
+    """With positions on three axes, and with pictures that see themselves in both directions. In small pages, histories
+    that fork share parts of pictures, which are read whole all the same."""
+    monkeypatch.setattr(loop, "PAGE", 4)
+    processor, policy = make_seeing(name, tmp_path), PolicyConfig(model=str(tmp_path), dtype="float32")
+    album = ImageStore(lambda: processor, image_token(load_config(str(tmp_path))))
+    sight = VisionEncoder(load_tower(policy), album.pixels, torch.device("cpu"), 1 << 28)
+    shown = tuple(album.read(pictures()[:2], None, "the row", DataConfig()))
+    played, model = agents_of("looks", album=album), load_model(policy, ATTENTION)
+    asked = {"prompt": "<image> is before <image>.", "pictures": shown}
+    completions, _ = sampled(played, model, [asked], reading=Reading(sight))
+    assert played[0].shows and [c.episode.total for c in completions] == [1.0, 1.0]
+    one, two = shown[0].key, shown[1].key
+    for completion in completions:
+        assert [picture.key for picture in completion.pictures] == [one, two, one, two, one, two, one]
+        assert [keys_of(ids) for _, ids in completion.observations] == [[one], [two], [one, two], [one, two], [one]]
+        assert completion_of(json.loads(json.dumps(record_of(completion)))) == completion
+        rows, logp = completion.token_rows(0, []), []
+        assert {len(rows), len(completion.episode.chats) + 1} == {4}
+        for row in rows:
+            [micro] = pack([row], 10_000, torch.device("cpu"), share="off", reading=Reading(sight))
+            logp += LogprobModel(model)(*micro.inputs, 1.0)[0].tolist()
+        assert logp == pytest.approx(completion.logp, abs=2e-5)
 
 
 @pytest.mark.process

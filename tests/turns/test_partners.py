@@ -219,10 +219,6 @@ def test_a_turn_of_several_calls_needs_a_template_that_writes_them(tools, family
     assert [finished(partners, key)["tool/add/calls"][0] for key in range(2)] == [made, 1]
 
 
-class Killed(Exception):
-    pass
-
-
 def test_after_a_crash_calls_are_counted_as_in_a_whole_run(tools, tmp_path):
     """Calls of the completions that the journal gave were not in the numbers of the step."""
     tokenizer, partners = partners_of(tools, "hermes")
@@ -250,13 +246,13 @@ def test_after_a_crash_calls_are_counted_as_in_a_whole_run(tools, tmp_path):
 
     def dies(*_):
         if len(sampled) == 3:
-            raise Killed
+            raise InterruptedError
 
     whole = numbers(Journal(tmp_path / "whole", 0))
     assert whole["tool/add/calls"] == (4, 1) and whole["tool/add/failed_frac"] == (1.0, 4)
     assert whole["tool/look_up/calls"] == (3, 1) and whole["tool/unknown/failed_frac"] == (1.0, 2)
     sampled.clear()
-    with pytest.raises(Killed):
+    with pytest.raises(InterruptedError):
         numbers(Journal(tmp_path / "killed", 0), dies)
     assert numbers(Journal(tmp_path / "killed", 0)) == whole and sampled == [0, 1, 2, 3]
 

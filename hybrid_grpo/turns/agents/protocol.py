@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.chat_template import joined
 from hybrid_grpo.data.chat_text import clean
 from hybrid_grpo.data.completion import Message
+from hybrid_grpo.data.pictures import has_images
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.sidecars import Sidecar, find
 from hybrid_grpo.model.support import SamplingMask
@@ -116,7 +117,7 @@ def _after_tokens(body: dict[str, Any], config: RolloutConfig, stop_ids: Sequenc
     ids, sampling = body["token_ids"], body.get("sampling_params") or {}
     known = isinstance(ids, list) and all(type(token) is int and 0 <= token < vocabulary for token in ids)
     refuse(not ids or not known, f"token_ids has at least one token, all below {vocabulary}")
-    refuse(bool(body.get("features")), "features: the endpoint takes no pictures")
+    refuse(bool(body.get("features")), "features: pictures are taken in chats, as image_url with a data: URL")
     _check(sampling, config)
     for token in sampling.get("stop_token_ids") or ():
         refuse(token not in stop_ids, f"stop_token_ids {token} ends no turn: set rollout.stop_ids [{token}]")
@@ -154,13 +155,24 @@ def _message(message: dict[str, Any], names: dict[str, str]) -> Message:
     """Return a message with what templates read, and nothing else, so that equal ones are equal. `names` has the tools
     of the calls so far, by the calls' ids."""
     role, content = _ROLES[message["role"]], message.get("content") or ""
-    made: Message = {"role": role, "content": clean(joined(content) if isinstance(content, list) else content)}
+    made: Message = {"role": role, "content": [*map(_part, [content] if isinstance(content, str) else content)]}
+    made["content"] = made["content"] if has_images(made) else joined(made["content"])
     if role == "assistant" and message.get("tool_calls"):
         made["tool_calls"] = [_call(call, names) for call in message["tool_calls"]]
     if role == "tool":
         id = str(message["tool_call_id"])
         made |= {"name": str(message.get("name") or names.get(id, "")), "tool_call_id": id}
     return made
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """Return a part of a content; that of a picture has the bytes of its file."""
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return {"type": "text", "text": clean(joined([part]))}
+    head, _, data = (url := part["image_url"]["url"]).partition(",")
+    is_file = head.startswith("data:") and head.endswith(";base64")
+    refuse(not is_file, f"image_url {url:.60} is not fetched: send the picture itself, as data:image/png;base64,...")
+    return {"type": "image", "image": b64decode(data, validate=True)}
 
 
 def _call(call: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
