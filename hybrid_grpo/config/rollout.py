@@ -246,10 +246,6 @@ class RolloutConfig:
         others = [name for name in ("tools", "environment") if getattr(self, name)] if self.agent is not None else []
         refuse(bool(others), f"rollout.agent has its own tools: remove rollout.{', '.join(others)}, or the agent")
         refuse(
-            self.agent is not None and self.logprobs == "mask",
-            "rollout.logprobs mask is not kept for the histories of rollout.agent: set it to softmax or sampling",
-        )
-        refuse(
             self.environment_processes is not None and not self.environment,
             "rollout.environment_processes has no effect without rollout.environment: remove it",
         )

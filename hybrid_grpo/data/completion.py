@@ -122,7 +122,7 @@ class Completion:
         if len(self.token_ids) < tokens or (len(self.token_ids) == tokens and self.finish != "open"):
             return self
         ids, logp = self.token_ids[:tokens], self.logp[:tokens]
-        sidecars = tuple(each.cut(tokens) for each in self.sidecars) if tokens else ()
+        sidecars = tuple(each.part(slice(tokens), slice(tokens - 1)) for each in self.sidecars) if tokens else ()
         return replace(self, token_ids=ids, logp=logp, finish="open", text="", sidecars=sidecars)
 
     def carry(self) -> Completion:
@@ -134,13 +134,16 @@ class Completion:
         are the sampled tokens, each once."""
         if not self.histories:
             return [TokenRow(index, prompt_ids, self.read_ids, self.sampled_places, self.sidecars)]
-        rows = []
+        rows, read = list[TokenRow](), 0
         for begin, end in pairwise([*self.histories, len(self.observations)]):
             (first, history), *rest = self.observations[begin:end]
             last = self.observations[end][0] if end < len(self.observations) else len(self.token_ids)
             between = tuple((place - first, ids) for place, ids in rest)
             part = Completion(self.token_ids[first:last], [], "stop", observations=between)
-            rows.append(TokenRow(index, history, part.read_ids, part.sampled_places, first=first))
+            ids, after = part.read_ids, read + len(history) + len(part.read_ids) - 1
+            sidecars = tuple(each.part(slice(first, last), slice(read, after)) for each in self.sidecars)
+            rows.append(TokenRow(index, history, ids, part.sampled_places, sidecars, first))
+            read = after
         return rows
 
     @property

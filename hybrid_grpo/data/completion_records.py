@@ -43,6 +43,8 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
         parts = tuple(Part(**{**part, "spans": tuple(map(tuple, part["spans"]))}) for part in episode.get("parts", ()))
         chats = tuple(map(tuple, episode.get("chats", ())))
         episode = Episode(**{**episode, "steps": steps, "parts": parts, "chats": chats})
+    shown = row.get("pictures", ())
+    pictures = [{**p, "data": p["data"] and b64decode(p["data"]), "size": tuple(p["size"])} for p in shown]
     return Completion(
         token_ids=_decoded(row["tokens"]).tolist(),
         logp=_decoded(row["logp"]).tolist(),
@@ -50,7 +52,7 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
         text=row["text"],
         observations=tuple((place, ids) for place, ids in row.get("given", ())),
         messages=tuple(row.get("messages", ())),
-        pictures=tuple(map(_picture, row.get("pictures", ()))),
+        pictures=tuple(Picture(**picture) for picture in pictures),
         episode=episode,
         calls=tuple((name, has_failed) for name, has_failed in row.get("calls", ())),
         sidecars=tuple(kind(*map(_decoded, row[kind.name])) for kind in KINDS if kind.name in row),
@@ -58,10 +60,6 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
         histories=tuple(row.get("histories", ())),
         learned=row.get("learned", True),
     )
-
-
-def _picture(row: Mapping[str, Any]) -> Picture:
-    return Picture(**{**row, "data": row["data"] and b64decode(row["data"]), "size": tuple(row["size"])})
 
 
 def _encoded(array: np.ndarray) -> list[Any]:

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from typing import Literal
 
 import numpy as np
@@ -54,10 +54,10 @@ class _Tree:
         return cls(rows, [Piece(row, 0, row.tokens) for row in rows], [[number] for number in range(len(rows))])
 
     @classmethod
-    def of(cls, rows: Sequence[TokenRow]) -> _Tree:
+    def of(cls, rows: Sequence[TokenRow], reading: Reading) -> _Tree:
         """Return rows that share what they begin with, in pieces of at least `_SHORTEST` tokens or a whole prompt."""
         rows = sorted(rows, key=lambda row: row.ids)
-        common = _in_common(rows)
+        common = _in_common(rows, reading)
         pieces: list[Piece] = []
         paths: list[list[int]] = [[] for _ in rows]
         left = [(0, len(rows), 0, -1)]
@@ -78,16 +78,13 @@ class _Tree:
         return cls(rows, pieces, paths)
 
 
-def _in_common(rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
-    """Return with how many tokens each row and the one before it begin, 0 for the first; and the length of their
-    prompt if it is the same, else 0."""
-    found: list[tuple[int, int]] = []
-    before, before_prompt = list[int](), 0
-    for row in rows:
-        ids, prompt = row.ids, len(row.prompt)
-        common = begin_alike(before, ids)
-        found.append((common, prompt if prompt == before_prompt and prompt <= common else 0))
-        before, before_prompt = ids, prompt
+def _in_common(rows: Sequence[TokenRow], reading: Reading) -> list[tuple[int, int]]:
+    """Return with how many tokens, computed alike, each row and the one before it begin, 0 for the first; and the
+    length of their prompt if it is the same, else 0."""
+    found = [(0, 0)][: len(rows)]
+    for before, row in pairwise(rows):
+        common, prompt = reading.alike(before, row, begin_alike(before.ids, row.ids)), len(row.prompt)
+        found.append((common, prompt if prompt == len(before.prompt) and prompt <= common else 0))
     return found
 
 
@@ -123,7 +120,7 @@ def pack(
     units = _units(rows, together)
     trees = [_Tree.apart(unit) for unit in units]
     if share != "off":
-        shared = [_Tree.of(part) for part in (_parts(rows, budget) if together == 1 else units)]
+        shared = [_Tree.of(part, reading) for part in (_parts(rows, budget, reading) if together == 1 else units)]
         every, fewer = (sum(tree.tokens for tree in way) for way in (trees, shared))
         if share == "on" or every - fewer >= _WORTH_SHARING * every:
             trees = shared
@@ -148,12 +145,12 @@ def _balanced(trees: list[_Tree], budget: int, device: torch.device, reading: Re
     return [_packed(part, device, reading) for part in parts] + _fillers(most - len(parts), device)
 
 
-def _parts(rows: Sequence[TokenRow], budget: int) -> list[list[TokenRow]]:
+def _parts(rows: Sequence[TokenRow], budget: int, reading: Reading) -> list[list[TokenRow]]:
     """Divide rows where they have nothing in common, and where their tree would exceed the budget."""
     rows = sorted(rows, key=lambda row: row.ids)
     parts: list[list[TokenRow]] = []
     tokens = 0
-    for row, (common, prompt) in zip(rows, _in_common(rows), strict=True):
+    for row, (common, prompt) in zip(rows, _in_common(rows, reading), strict=True):
         # At least so much is shared, however the pieces are divided.
         shared = max(common - _SHORTEST + 1, prompt)
         if shared <= 0 or tokens + row.tokens - shared > budget:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +53,12 @@ class Picture:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def url(self) -> str:
+        """Its file as an address of type `data:`."""
+        data = _contents(Path(self.path), str(self)) if self.path is not None else self.data or b""
+        return f"data:image/*;base64,{b64encode(data).decode()}"
 
     def open(self) -> Image:
         """Return the picture, upright and in RGB, as the model gets it. Raises UserError if it is broken or gone."""

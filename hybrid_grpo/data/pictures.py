@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,19 +63,26 @@ def bared(message: Message) -> tuple[Message, list[Any]]:
     return ({**message, "content": list(map(bare, content))} if isinstance(content, list) else message), inside
 
 
-def placed(chat: list[Message], count: int) -> list[Message]:
-    """Return a chat with `count` parts of type image: as it is if it has such parts; else with one in the place of each
-    `<image>`, if there are as many; else with all of them before the user's first text."""
-    if has_images(chat):
+def placed(text: str | list[Message], count: int) -> list[Message]:
+    """Return a prompt as a chat with `count` parts of type image: those that it has; else one in the place of each
+    `<image>`, if there are as many; else all of them before the user's first text."""
+    chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if has_images(chat) or not count:
         return chat
-    of_user = [m for m in chat if m["role"] == "user" and isinstance(m.get("content"), str)]
-    image = {"type": "image"}
-    if sum(m["content"].count(_SIGN) for m in of_user) == count:
-        return [{**m, "content": _split(m["content"])} if any(m is o for o in of_user) else m for m in chat]
+    of_user = {id(m): m["content"] for m in chat if m["role"] == "user" and isinstance(m.get("content"), str)}
+    if sum(content.count(_SIGN) for content in of_user.values()) == count:
+        return [{**m, "content": parted(of_user[id(m)].split(_SIGN))} if id(m) in of_user else m for m in chat]
     first = next((number for number, m in enumerate(chat) if m["role"] == "user"), len(chat) - 1)
     content = chat[first].get("content")
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-    return [*chat[:first], {**chat[first], "content": [image] * count + texts}, *chat[first + 1 :]]
+    return [*chat[:first], {**chat[first], "content": [{"type": "image"}] * count + texts}, *chat[first + 1 :]]
+
+
+def filled(chat: list[Message], parts: Iterable[dict[str, Any]]) -> list[Message]:
+    """Return a chat with these parts in the places of its pictures, in order."""
+    left, bare = iter(parts), {"type": "image"}
+    of = {id(m): [next(left) if part == bare else part for part in m["content"]] for m in chat if has_images(m)}
+    return [{**m, "content": of[id(m)]} if id(m) in of else m for m in chat]
 
 
 def has_images(text: str | list[Message] | Message) -> bool:
@@ -85,9 +93,10 @@ def has_images(text: str | list[Message] | Message) -> bool:
     return isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "image" for p in content)
 
 
-def _split(text: str) -> list[dict[str, str]]:
-    pieces = [[{"type": "text", "text": piece}] if piece else [] for piece in text.split(_SIGN)]
-    return [*pieces[0], *(part for piece in pieces[1:] for part in ({"type": "image"}, *piece))]
+def parted(pieces: Iterable[str], images: Iterable[dict[str, Any]] = repeat({"type": "image"})) -> list[dict[str, Any]]:
+    """Return a content of texts, without empty ones, with a part of `images` between each two."""
+    first, *others = ([{"type": "text", "text": piece}] if piece else [] for piece in pieces)
+    return [*first, *(part for image, text in zip(images, others, strict=False) for part in (image, *text))]
 
 
 @dataclass(frozen=True)

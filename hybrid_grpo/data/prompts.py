@@ -158,7 +158,7 @@ def _read_all(
     if album is not None and tokenizer.chat_template is None and any(map(shows, rows)):
         # Other rows, perhaps in another rank's share, may need the processor's template too.
         tokenizer.chat_template = album.template
-    texts = (json.dumps(row[config.prompt_column], default=lambda x: type(x).__name__, skipkeys=True) for row in rows)
+    texts = (json.dumps(row[config.prompt_column], default=lambda v: type(v).__name__, skipkeys=True) for row in rows)
     refuse(
         len(set(all_gather_objects((len(rows), of_texts(texts) if world_size() > 1 else "")))) > 1,
         f"{source}: not all ranks read the same prompts: give every machine the same data",
@@ -184,7 +184,7 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
     text = value if isinstance(value, str) else _messages(value, where, config)
     if config.system_prompt is None:
         return text
-    chat = _as_chat(text)
+    chat = placed(text, 0)
     refuse(
         chat[0]["role"] == "system",
         f"data.system_prompt is set, and {where} has a system message of its own: leave one out",
@@ -216,8 +216,7 @@ def read_prompt(
         if tokenizer.chat_template is None:
             tokenizer.chat_template = seen[0].template
     if isinstance(text, list) or config.chat_template == "always" or (pictures and config.chat_template == "auto"):
-        untrusted, chat = prompt_text_of(tokenizer), _as_chat(text)
-        chat = placed(chat, len(pictures)) if pictures else chat
+        untrusted, chat = prompt_text_of(tokenizer), placed(text, len(pictures))
         chat = [m if m["role"] in TRUSTED else {**m, "content": untrusted.marked(m["content"])} for m in chat]
         token_ids = tokenize(_apply_template(chat, where, config, tokenizer), encode=untrusted.ids)
     else:
@@ -269,10 +268,6 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or value["role"] == "assistant"
-
-
-def _as_chat(text: str | list[Message]) -> list[Message]:
-    return [{"role": "user", "content": text}] if isinstance(text, str) else text
 
 
 def check_template_kwargs(kwargs: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

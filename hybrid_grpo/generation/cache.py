@@ -22,6 +22,7 @@ from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.routing import Recorder, Routing, routed
 from hybrid_grpo.model.sidecars import Sidecar
 from hybrid_grpo.model.upload import upload
+from hybrid_grpo.model.visual_tokens import whole_before
 
 if TYPE_CHECKING:
     from hybrid_grpo.generation.sequence import Sequence
@@ -79,6 +80,16 @@ class Geometry:
     def numbering(self) -> torch.dtype:
         """The dtype that the numbers of experts are recorded in."""
         return torch.uint8 if self.experts and self.experts[2] <= 256 else torch.int16
+
+
+class ForwardCache:
+    """What transformers asks of a cache beside keys, values and states. Positions are always given explicitly."""
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
 
 def cached_forward(forward: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
@@ -210,8 +221,8 @@ class PagedCache:
         self._published.get(before, {}).pop(own, None)
 
     def find(self, tokens: list[int]) -> tuple[list[int], int]:
-        """Return published pages that begin with these tokens, and how many tokens they have in common: the last page
-        may continue otherwise. There are none if the model has states, which are not in pages."""
+        """Return published pages that begin with these tokens, and how many tokens they have in common, with no picture
+        divided: the last page may continue otherwise. There are none if the model has states, which pages lack."""
         found, common = list[int](), 0
         for own in self._divided(tokens) if self._published and not self.states else ():
             pages = self._published.get(found[-1] if found else 0, {})
@@ -222,7 +233,8 @@ class PagedCache:
             common += alike
             if alike < self.page:
                 break
-        return found, common
+        common = whole_before(tokens, common) if common else 0
+        return found[: self.pages_for(common)], common
 
     def _divided(self, tokens: list[int]) -> Iterator[tuple[int, ...]]:
         """Yield the tokens of each page."""
@@ -309,12 +321,12 @@ def cache_for(
 
 
 def recorded_by(cache: PagedCache, prompts: dict[int, np.ndarray], sequence: Sequence) -> tuple[Sidecar, ...]:
-    """Return what `cache` recorded for a sequence that has ended. `prompts` keeps the part of each request's prompt, as
-    it was for the completion that ended first."""
+    """Return what was recorded for a sequence whose turn has ended. `prompts` keeps what `cache` has of each request's
+    prompt, as it was for the completion that ended first."""
     found, prompt = sequence.recorded, sequence.prompt
     if sequence.pages:
         found = cache.recorded(sequence.pages, len(sequence.tokens) - 1)
     if found is None:
-        return ()
+        return sequence.masks
     of_prompt = prompts.setdefault(sequence.request, found[:prompt].copy())
-    return (Routing(of_prompt, found[prompt:].copy()),)
+    return *sequence.masks, Routing(of_prompt, found[prompt:].copy())

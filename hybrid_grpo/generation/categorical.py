@@ -16,7 +16,6 @@ UNIT = 1 << 40
 ONE = 1 << 23
 """The integer that stands for a top-p of 1; also the number of different draws."""
 Sampled = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""See `sample`."""
 
 
 @dataclass(frozen=True)

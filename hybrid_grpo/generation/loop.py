@@ -101,16 +101,14 @@ class _Loop:
 
     def _should_stop(self) -> bool:
         """Whether the sequences that have not ended are left open; if so, they are completed as such."""
-        if self.callbacks.should_stop is None or not self.callbacks.should_stop(self._least):
+        stop = self.callbacks.should_stop
+        if stop is None or not stop(lambda: min((s.new_tokens for s in self._unfinished()), default=sys.maxsize)):
             return False
         self._drain()
         for sequence in self._unfinished():
             sequence.end("open", self.callbacks)
         self.schedule.abandon()
         return True
-
-    def _least(self) -> int:
-        return min((sequence.new_tokens for sequence in self._unfinished()), default=sys.maxsize)
 
     def _unfinished(self) -> Iterator[Sequence]:
         schedule = self.schedule

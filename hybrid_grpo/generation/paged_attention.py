@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_grpo.generation.cache import Geometry, PagedCache, Rows, cached_forward
+from hybrid_grpo.generation.cache import ForwardCache, Geometry, PagedCache, Rows, cached_forward
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.kernels import decoding, gpu
@@ -37,7 +37,7 @@ class _AllStored(Exception):
     """Ends a forward after the last layer has stored its keys and values."""
 
 
-class Prefill:
+class Prefill(ForwardCache):
     """A prefill without padding: one row has the new tokens of several sequences, after those in the cache.
 
     Args:
@@ -107,12 +107,7 @@ class Prefill:
         latents = self._stored(latents, latents[..., :0])[0]
         return latents[..., : key.shape[3]], latents[..., key.shape[3] :]
 
-    def get_seq_length(self, layer: int = 0) -> int:
-        # transformers asks for it; positions are always given explicitly.
-        return max(self._starts)
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """See `routed_attention`."""
         if not self._cache.geometry.latents:
             if self._ragged and self._longest[0] <= _FEW_TOKENS:
                 group = query.shape[1] // key.shape[1]
@@ -197,11 +192,8 @@ class Prefill:
         self._cache.states.store(state, self._rows, layer_idx, state_idx)
         return state
 
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
 
-
-class DecodeStep:
+class DecodeStep(ForwardCache):
     """One decode step: one new token in every row.
 
     Args:
@@ -243,15 +235,7 @@ class DecodeStep:
         self._cache.states.store(state, slice(len(state)), layer_idx, state_idx)
         return state
 
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        # transformers asks for it; positions are always given explicitly.
-        return self._read * self._cache.page
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """See `routed_attention`."""
         keys, values = self._cache.layer(next(self._layers))
         if decoding.can_attend(query, keys, options.sinks):
             return decoding.decode_attention(query, key, value, keys, values, self._table, self._position, options)

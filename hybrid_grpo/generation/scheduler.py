@@ -31,7 +31,6 @@ class Group:
     state: int = -1
     """Row of the cache's states after these tokens."""
     recorded: np.ndarray | None = None
-    """See `Sequence`."""
     known: int = 0
     """Number of tokens that the pages held before the group was read, as other sequences begin with them too."""
     copied: list[tuple[int, int]] = field(default_factory=list)

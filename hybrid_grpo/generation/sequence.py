@@ -97,8 +97,8 @@ class Callbacks:
     """Says when to leave the rest of the completions open; without it all end. Not with `turns`."""
     reading: Reading = TEXT
     """How the model reads pictures in prompts and answers."""
-    recorded: Callable[[Sequence], tuple[Sidecar, ...]] | None = None
-    """Returns what the cache recorded for a sequence that has ended; the loop's own."""
+    recorded: Callable[[Sequence], tuple[Sidecar, ...]] = lambda sequence: sequence.masks
+    """Returns what was recorded for a sequence whose turn has ended; the loop's own."""
 
 
 @dataclass(eq=False)
@@ -148,6 +148,8 @@ class Sequence:
     """What the cache recorded for its tokens when it lost its pages, [tokens, ...]."""
     position_offset: int = 0
     """How far encoded positions after what was read are ahead of those in the cache."""
+    reported: tuple[Sidecar, ...] | None = None
+    """What was recorded up to the end of the turn; None unless someone wants it, who sets it to ()."""
     resumed_from: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 
@@ -170,6 +172,10 @@ class Sequence:
     @property
     def turn(self) -> int:
         return len(self.observations)
+
+    @property
+    def masks(self) -> tuple[Sidecar, ...]:
+        return (SamplingMask.of(self.kept),) if self.kept else ()
 
     @property
     def new_tokens(self) -> int:
@@ -204,6 +210,7 @@ class Sequence:
             return
         finish: Finish | None = "stop" if stopped else "length"
         if (turns := callbacks.turns) is not None:
+            self.reported = None if self.reported is None else callbacks.recorded(self)
             turn = self.tokens[self.begin :]
             finish = turns.ended(self.key, turn, self.room) if stopped else turns.cut(self.key)
             self.waits = finish is None
@@ -228,7 +235,6 @@ class Sequence:
         """Set `completion`, and pass it to the callbacks unless it is left open."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         text = whole_characters(text) if finish == "length" else text
-        masks = (SamplingMask.of(self.kept),) if self.kept else ()
         self.waits = False
         self.completion = Completion(
             token_ids=self.sampled,
@@ -236,7 +242,7 @@ class Sequence:
             finish=finish,
             text=text,
             observations=tuple(self.observations),
-            sidecars=(*masks, *(callbacks.recorded(self) if callbacks.recorded else ())),
+            sidecars=callbacks.recorded(self),
             carried=self.resumed_from.carried if self.resumed_from else (),
         )
         whole: Completion | None = self.completion

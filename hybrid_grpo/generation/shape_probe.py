@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.generation.cache import Geometry, cached_forward
+from hybrid_grpo.generation.cache import ForwardCache, Geometry, cached_forward
 from hybrid_grpo.generation.state_pool import StateShape
 from hybrid_grpo.model.memory_tracker import MemoryTracker
 from hybrid_grpo.model.ragged_attention import Options
@@ -40,7 +40,7 @@ def geometry_of(model: Any) -> Geometry:
     )
 
 
-class _ShapeProbe:
+class _ShapeProbe(ForwardCache):
     """Stands in for a cache and records the shapes of the keys and values that a forward attends to."""
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -74,12 +74,6 @@ class _ShapeProbe:
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
         self.states.append(StateShape("recurrent", layer_idx, state_idx, tuple(state.shape[1:]), state.dtype))
         return state
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         if key.shape[2] != query.shape[2]:

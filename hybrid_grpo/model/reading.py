@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from hybrid_grpo.model.blocks import Blocks
-from hybrid_grpo.model.routing import Replay
-from hybrid_grpo.model.sidecars import Piece, TokenRow
+from hybrid_grpo.model.routing import Replay, Routing
+from hybrid_grpo.model.sidecars import Piece, TokenRow, find
 from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
 from hybrid_grpo.model.support import MaskColumns
-from hybrid_grpo.model.visual_tokens import whole_until
+from hybrid_grpo.model.visual_tokens import whole_before, whole_until
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ class Reading:
     def whole_until(self, tokens: Sequence[int], end: int) -> int:
         """Return `end`, or the end of the picture that it would divide: its tokens may attend to each other."""
         return end if self.sight is None else whole_until(tokens, end)
+
+    def alike(self, one: TokenRow, other: TokenRow, tokens: int) -> int:
+        """Return how many of the first `tokens` of two rows, which are the same, may be computed once for both."""
+        known = [np.concatenate(of.arrays())[:tokens] for row in (one, other) if (of := find(row.sidecars, Routing))]
+        differs = (known[0] != known[1]).any((1, 2)) if self.replays and len(known) == 2 else np.zeros(1)
+        return whole_before(one.ids, int(differs.argmax())) if differs.any() else tokens
 
     def sidecars(
         self,

@@ -45,15 +45,17 @@ class Routing:
     prompt: np.ndarray
     """[prompt tokens, layers, k]; one array for the completions of a group."""
     completion: np.ndarray
-    """[tokens after the prompt - 1, layers, k]: the last token is not read."""
+    """[tokens after the prompt - 1, layers, k]: the last token is not read, nor the last of an agent's history."""
     name: ClassVar = "experts"
 
-    def cut(self, tokens: int) -> Routing:
-        """See `Sidecar`."""
-        return Routing(self.prompt, self.completion[: tokens - 1])
+    def part(self, sampled: slice, read: slice) -> Routing:
+        return Routing(self.prompt, self.completion[read])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Routing]) -> Routing:
+        return cls(parts[0].prompt, np.concatenate([part.completion for part in parts]))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """See `Sidecar`."""
         return self.prompt, self.completion
 
     def __eq__(self, other: object) -> bool:
@@ -189,15 +191,6 @@ def joined(parts: Sequence[tuple[np.ndarray | None, int]]) -> np.ndarray | None:
     return every
 
 
-def _recorded(piece: Piece) -> tuple[np.ndarray | None, int]:
-    """Return the experts of a piece's tokens, and their number, for `joined`."""
-    row, routing = piece.row, find(piece.row.sidecars, Routing)
-    if routing is None:
-        return None, piece.tokens
-    whole = joined([(routing.prompt, len(row.prompt)), (routing.completion, len(row.completion) - 1)])
-    return None if whole is None else whole[piece.begin : piece.end], piece.tokens
-
-
 class RoutingProbe:
     """Routes nothing, and notes the shape of what there is to record."""
 
@@ -206,7 +199,6 @@ class RoutingProbe:
         """Layers, experts of a token in each, and experts to choose from; None without any."""
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:
-        """See `Routes`."""
         layers, _, most = self.shape or (0, 0, 0)
         self.shape = max(layers, layer + 1), experts_Sk.shape[1], max(most, count)
         return experts_Sk
@@ -221,7 +213,6 @@ class Recorder:
         self._known = None if known is None else upload(known, pool.device)
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:
-        """See `Routes`."""
         used_Sk = experts_Sk if self._known is None else _used(self._known[:, layer], experts_Sk)
         self._pool[self._page_S, self._offset_S, layer] = used_Sk.to(self._pool.dtype)
         return used_Sk
@@ -238,11 +229,12 @@ class Replay:
     @classmethod
     def of(cls, pieces: Sequence[Piece], replays: bool, device: torch.device) -> Replay | None:
         """Return the replay of packed rows; None if nothing is recorded."""
-        experts = joined([_recorded(piece) for piece in pieces])
+        parts = [(find(piece.row.sidecars, Routing), piece) for piece in pieces]
+        known = [None if of is None else np.concatenate(of.arrays())[p.begin : p.end] for of, p in parts]
+        experts = joined([(of, piece.tokens) for of, piece in zip(known, pieces, strict=True)])
         return None if experts is None else cls(experts, replays, device)
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:
-        """See `Routes`."""
         self._own[layer], self._counts[layer] = experts_Sk.to(torch.int16), count
         return _used(self._recorded_SLk[:, layer], experts_Sk) if self._replays else experts_Sk
 

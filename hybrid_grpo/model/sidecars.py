@@ -22,8 +22,12 @@ class Sidecar(Protocol):
     name: ClassVar[str]
     """Names the kind in the journal and in checkpoints."""
 
-    def cut(self, tokens: int) -> Self:
-        """Return the record of the first `tokens` sampled tokens, at least one."""
+    def part(self, sampled: slice, read: slice) -> Self:
+        """Return the record of some tokens: indices among those sampled, and among those read after the prompt."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of what is sampled and read in all parts, in order, after the prompt of the first."""
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Return the record as arrays."""

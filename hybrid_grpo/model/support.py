@@ -48,12 +48,10 @@ class SamplingMask:
         """Return the ids of each token; undoes `of`."""
         return np.split(self.id_K, np.cumsum(self.count_N)[:-1])
 
-    def cut(self, tokens: int) -> SamplingMask:
-        """See `Sidecar`."""
-        return SamplingMask.of(self.lists()[:tokens])
+    def part(self, sampled: slice, read: slice) -> SamplingMask:
+        return SamplingMask.of(self.lists()[sampled])
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """See `Sidecar`."""
         return self.id_K, self.count_N
 
     def __eq__(self, other: object) -> bool:

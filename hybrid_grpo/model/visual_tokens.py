@@ -30,6 +30,12 @@ def keys_of(tokens: Iterable[int]) -> list[int]:
     return [key_of(token) for token in tokens if token < 0 and not _index(token)]
 
 
+def whole_before(tokens: Sequence[int], end: int) -> int:
+    """Return `end`, or the beginning of the picture in tokens that it would divide."""
+    index = next((_index(token) for token in tokens[end:] if token < 0), 0)
+    return max(place for place in range(end) if keys_of(tokens[place : place + 1])) if index else end
+
+
 def whole_until(tokens: Sequence[int], end: int) -> int:
     """Return the first place from `end` on that divides no picture in tokens. Text may stand between its parts."""
     for place in range(end, len(tokens)):

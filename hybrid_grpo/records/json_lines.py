@@ -57,9 +57,7 @@ def parse_step(line: bytes) -> Record | None:
     return record if type(step) is int and 0 <= step < 2**31 else None
 
 
-_DECODER = json.JSONDecoder(
-    parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits), parse_constant=lambda _: None
-)
+_DECODER = json.JSONDecoder(parse_int=lambda n: int(n) if len(n) < 16 else float(n), parse_constant=lambda _: None)
 
 
 def read_lines(file: BinaryIO, begin: int) -> Iterator[tuple[int, bytes]]:

@@ -11,7 +11,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import PLACE, Opening
-from hybrid_grpo.data.pictures import ImageStore, placed
+from hybrid_grpo.data.pictures import ImageStore, parted, placed
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.template import cut
@@ -60,22 +60,19 @@ class Openings:
         text, pictures = prompt.text, list(prompt.pictures)
         if said and said.pictures:
             assert self._album is not None
-            if pictures:
-                chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
-                text = placed(chat, len(pictures))
+            text = placed(text, len(pictures)) if pictures else text
             pictures += self._album.read(said.pictures, None, where, self._data, keep=False)
         if said and said.text:
             cut_off = partial(cut, self._tokenizer, prompt_text_of(self._tokenizer), tokens=self._tokens)
             text = _extended(text, [cut_off(clean(piece)) for piece in said.text.split(PLACE)])
-        variables = dict(self._data.chat_template_kwargs)
         # If there are several environments, a prompt describes only its own.
         schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []
-        data = replace(self._data, chat_template_kwargs=variables | ({"tools": schemas} if schemas else {}))
+        tools = {"tools": schemas} if schemas else {}
+        data = replace(self._data, chat_template_kwargs=self._data.chat_template_kwargs | tools)
         seen = None if self._album is None else (self._album, None)
-        token_ids = read_prompt(
-            0, {"prompt": text, data.image_column: pictures}, where, data, self._tokenizer, seen
-        ).token_ids
-        return replace(prompt, text=text, token_ids=token_ids, pictures=tuple(pictures))
+        row = {"prompt": text, data.image_column: pictures}
+        ids = read_prompt(0, row, where, data, self._tokenizer, seen).token_ids
+        return replace(prompt, text=text, token_ids=ids, pictures=tuple(pictures))
 
 
 def _extended(text: str | list[Message], pieces: Sequence[str]) -> str | list[Message]:
@@ -89,6 +86,5 @@ def _extended(text: str | list[Message], pieces: Sequence[str]) -> str | list[Me
         longer: Any = content + pieces[0]
     else:
         before = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-        parts = [[{"type": "text", "text": piece}] if piece else [] for piece in pieces]
-        longer = [*before, *parts[0], *(part for piece in parts[1:] for part in ({"type": "image"}, *piece))]
+        longer = [*before, *parted(pieces)]
     return [*text[:-1], {**text[-1], "content": longer}]

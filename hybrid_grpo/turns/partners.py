@@ -99,7 +99,6 @@ class TurnResponders:
         return self._openings.opened(prompts, seeds)
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """See `Turns`."""
         self._under_way = {}
         self._requests = {key: request for request in requests for key in request.keys}
         self._answers.waited_s()
@@ -126,7 +125,6 @@ class TurnResponders:
         return None
 
     def cut(self, key: int) -> Finish | None:
-        """See `Turns`."""
         return self._ends(self._trajectory(key), "length")
 
     def _ends(self, trajectory: Trajectory, finish: Finish) -> Finish | None:
@@ -146,7 +144,6 @@ class TurnResponders:
         self._answers.put((trajectory, turn, answer))
 
     def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
-        """See `Turns`."""
         ready: list[tuple[int, list[int] | Finish]] = []
         while (arrived := self._answers.next(0.0 if ready else patience_s)) is not None:
             trajectory, turn, answer = arrived
@@ -219,7 +216,6 @@ class TurnResponders:
         return self._frames[speakers]
 
     def finished(self, key: int, completion: Completion) -> Completion:
-        """See `Turns`."""
         trajectory = self._under_way.pop(key)
         before = trajectory.messages
         if completion.turns == sum(message["role"] == "assistant" for message in before):
@@ -232,7 +228,6 @@ class TurnResponders:
         return replace(completion, messages=messages, pictures=pictures, episode=episode, calls=calls)
 
     def completions(self) -> list[list[Completion]]:
-        """See `Turns`."""
         raise NotImplementedError("the decoder has the completions")
 
     def numbers(self, rollout: Rollout) -> Numbers:
@@ -261,8 +256,7 @@ def partners_of(
         f"rollout.{what} in chats: take a policy.model whose tokenizer has a chat template that knows tools, and"
         " data.chat_template auto or always",
     )
-    if rollout.agent is not None:
-        return Agents(config, tokenizer, ends)
+    agents = Agents(config, tokenizer, ends, album) if rollout.agent is not None else None
     environments = Environments(rollout, config.scoring) if rollout.environments else None
     has_methods = environments is not None and any(kind.tools for kind in environments.kinds.values())
     tools = Tools(rollout, config.scoring, environments) if rollout.tools or has_methods else None
@@ -271,11 +265,13 @@ def partners_of(
     if environments is not None:
         openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens, album)
         partners.append(environments)
-    for setting in [partner.setting for partner in partners if partner.shows]:
+    for setting in [each.setting for each in (agents, *partners) if each is not None and each.shows]:
         refuse(album is None, f"{setting} shows pictures, and policy.model sees none: take a model that does")
         assert album is not None
         album.check(setting)
         album.empty = False
+    if agents is not None:
+        return agents
     variables, seed = data.chat_template_kwargs, config.run.seed
     seen = None if album is None else (album, data)
     return TurnResponders(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, seen)
@@ -285,7 +281,5 @@ def with_tools(data: DataConfig, partners: Partners | None) -> DataConfig:
     """Return the data settings, changed so that all prompts are chats that describe the tools to the model."""
     if partners is None:
         return data
-    variables = dict(data.chat_template_kwargs)
-    if partners.schemas:
-        variables["tools"] = partners.schemas
-    return replace(data, chat_template="always", chat_template_kwargs=variables)
+    tools = {"tools": partners.schemas} if partners.schemas else {}
+    return replace(data, chat_template="always", chat_template_kwargs=data.chat_template_kwargs | tools)

@@ -16,7 +16,7 @@ from hybrid_grpo.data.chat_text import ChatText, clean, unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.data.picture import Picture
-from hybrid_grpo.data.pictures import ImageStore, bared
+from hybrid_grpo.data.pictures import ImageStore, bared, parted
 from hybrid_grpo.data.prompts import TRUSTED
 from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.observations import error_text
@@ -51,11 +51,8 @@ def user_message(said: str | Observation) -> Message:
 def _content(said: str | Observation) -> str | list[dict[str, Any]]:
     if isinstance(said, str) or not said.pictures:
         return clean(said if isinstance(said, str) else said.text)
-    parts: list[dict[str, Any]] = []
-    for number, text in enumerate(said.text.split(PLACE)):
-        parts += [{"type": "image", "image": said.pictures[number - 1]}] if number else []
-        parts += [{"type": "text", "text": clean(text)}] if text else []
-    return parts
+    images = [{"type": "image", "image": picture} for picture in said.pictures]
+    return parted(map(clean, said.text.split(PLACE)), images)
 
 
 def _id(number: int, id: str | None) -> str:
@@ -245,15 +242,16 @@ class TurnTemplate:
         _, after = self._after(messages)
         end = next((text for text in self.ends.values() if after.startswith(text)), "")
         # If the model sampled the template's end of the turn, it is there already.
-        text = after.removeprefix(end) if self.ends.get(last) == end else after
-        if not pictures:
-            return self._text.ids(text)
-        return self._sight[0].ids(text, pictures, self._text.ids, "an answer")
+        return self._tokens(after.removeprefix(end) if self.ends.get(last) == end else after, pictures)
 
-    def whole(self, chat: list[Message]) -> list[int]:
-        """Return the tokens of a chat, and of the beginning of the model's next turn."""
+    def whole(self, chat: list[Message], pictures: Sequence[Picture] = ()) -> list[int]:
+        """Return the tokens of a chat, with these pictures, and of the beginning of the model's next turn."""
         marked = [m if m["role"] in TRUSTED else {**m, "content": self._text.marked(m["content"])} for m in chat]
-        return self._text.ids(self._written(marked))
+        return self._tokens(self._written(marked), pictures)
+
+    def _tokens(self, text: str, pictures: Sequence[Picture]) -> list[int]:
+        encode = self._text.ids
+        return self._sight[0].ids(text, pictures, encode, "the chat") if pictures else encode(text)
 
     def _after_if_written(self, messages: list[Message]) -> str:
         """Return the text of `_after`; empty if the template refuses the messages."""

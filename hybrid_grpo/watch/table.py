@@ -53,13 +53,9 @@ class Table:
             column.append(value)
         self.rows += 1
         if self.rows > _MOST_ROWS or self.rows * len(self._columns) > _MOST_CELLS:
-            self._halve()
+            self._columns = {name: column[::2] for name, column in self._columns.items()}
+            self._stride, self.rows = 2 * self._stride, (self.rows + 1) // 2
         return True
-
-    def _halve(self) -> None:
-        for name, column in self._columns.items():
-            self._columns[name] = column[::2]
-        self._stride, self.rows = 2 * self._stride, (self.rows + 1) // 2
 
     def heard(self) -> frozenset[str]:
         """Return the names of which any row has a number other than 0."""

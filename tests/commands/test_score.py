@@ -199,6 +199,10 @@ def test_tokens_come_from_the_tokenizer_of_the_model(there: Path, capsys: pytest
 ])  # fmt: skip
 def test_mistakes(there: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
     Path("mine.jsonl").write_text('{"prompt": "", "completion": ""}\n{"prompt": \n')
+    assert_refused(options, says, capsys)
+
+
+def assert_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["score", *options]) == 2
     said = capsys.readouterr().err
     assert said.startswith("hybrid-grpo: error: ") and said.count("\n") == 1
@@ -344,7 +348,4 @@ def test_mistakes_with_a_run(
     Path("mistyped/rollouts/step_000001.jsonl").write_text(re.sub(r'("length"): \d+', r"\1: null", lines[0]))
     texts = re.sub(r'"rewards": {[^}]*}', '"rewards": {"early": "high"}', lines[0])
     Path("texts/rollouts/step_000001.jsonl").write_text(texts)
-    assert main(["score", *options]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("hybrid-grpo: error: ") and said.count("\n") == 1
-    assert says in said
+    assert_refused(options, says, capsys)

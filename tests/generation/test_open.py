@@ -54,7 +54,7 @@ def test_an_open_completion_goes_on_where_it_was_left(architecture, sampling, sl
         for completion, other in zip(group, others, strict=True):
             if completion.finish == "open":
                 assert completion.token_ids == other.token_ids[:LEAST]
-                assert completion.sidecars == tuple(each.cut(LEAST) for each in other.sidecars)
+                assert completion.sidecars == other.cut(LEAST).sidecars
             else:
                 assert_alike([[completion]], [[other]])
 

@@ -13,7 +13,7 @@ from tiny_architectures import tiny_architecture
 from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.model.sight import VisionEncoder
 from hybrid_grpo.model.towers import TOWERED
-from hybrid_grpo.model.visual_tokens import keys_of, visual_tokens, whole_until
+from hybrid_grpo.model.visual_tokens import keys_of, visual_tokens, whole_before, whole_until
 
 ROUNDED = {"qwen3_5": 5e-4, "gemma4": 5e-4}
 """Relative gaps of gradients where float32 rounds more. From gradients in float64, those of Qwen3.5 are 2.5e-4 off,
@@ -84,4 +84,5 @@ def test_pictures_are_read_whole_and_told_apart():
     tokens = [7, *one, 8, *two, *one[:2], 9, one[2], 4]
     assert keys_of(tokens) == [5, 2**45 - 1, 5] and all(token < 0 for token in one + two)
     assert [whole_until(tokens, end) for end in (0, 1, 2, 3, 4, 6, 8, 10, 11)] == [0, 1, 4, 4, 4, 7, 11, 11, 11]
+    assert [whole_before(tokens, end) for end in (0, 1, 2, 3, 4, 6, 8, 10, 11)] == [0, 1, 1, 1, 4, 5, 7, 7, 11]
     assert np.array(two).dtype == np.int64

@@ -39,18 +39,9 @@ def _long() -> Any:
     raise ValueError("x" * 5_000_000)
 
 
-def _crashes() -> Any:
-    return ctypes.string_at(0)
-
-
 def _hangs() -> Any:
     while True:
         time.sleep(1)
-
-
-def _hangs_in_c() -> Any:
-    """In C code, where no Python signal handler ever runs."""
-    ctypes.CDLL(None).pause()
 
 
 def _ignores_signals() -> Any:
@@ -72,19 +63,9 @@ def _exits_with_children() -> Any:
     os._exit(3)
 
 
-def _kills_parent() -> Any:
-    os.kill(os.getppid(), signal.SIGKILL)
-    return _hangs()
-
-
-def _closes_descriptors() -> Any:
-    os.closerange(3, 1000)
-    return [1.0]
-
-
-def _writes_everywhere() -> Any:
-    """Writes to every descriptor, the connection to the rank included: a reply to another call, and no reply at all."""
-    for message in (b"[99, [1.0], {}, {}, false, false]", b"no reply"):
+def _writes(*messages: bytes) -> Any:
+    """Writes to every descriptor, the connection to the rank included."""
+    for message in messages:
         for descriptor in range(3, 64):
             with suppress(OSError):
                 os.write(descriptor, len(message).to_bytes(4, "big") + message)
@@ -96,16 +77,7 @@ def _forges_reply() -> Any:
     frame = sys._getframe()
     while "number" not in frame.f_locals:
         frame = frame.f_back
-    message = f'[{frame.f_locals["number"]}, ["1.0"], {{}}, {{}}, false, false]'.encode()
-    for descriptor in range(3, 64):
-        with suppress(OSError):
-            os.write(descriptor, len(message).to_bytes(4, "big") + message)
-    return [1.0]
-
-
-def _stops_parent() -> Any:
-    os.kill(os.getppid(), signal.SIGSTOP)
-    return [9.0]
+    return _writes(f'[{frame.f_locals["number"]}, ["1.0"], {{}}, {{}}, false, false]'.encode())
 
 
 def spoils_its_process(completions: list[str]) -> list[float]:
@@ -142,15 +114,16 @@ ACTS: dict[str, Callable[[], Any]] = {
     "exits": lambda: sys.exit(3),
     "exits at once": lambda: os._exit(3),
     "kills itself": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "crashes": _crashes,
+    "crashes": lambda: ctypes.string_at(0),
     "allocates": lambda: [float(len(bytearray(8 << 30)))],
-    "kills its parent": _kills_parent,
-    "closes descriptors": _closes_descriptors,
-    "writes everywhere": _writes_everywhere,
+    "kills its parent": lambda: os.kill(os.getppid(), signal.SIGKILL) or _hangs(),
+    "closes descriptors": lambda: os.closerange(3, 1000) or [1.0],
+    # A reply to another call, and no reply at all.
+    "writes everywhere": lambda: _writes(b"[99, [1.0], {}, {}, false, false]", b"no reply"),
     "forges a reply": _forges_reply,
     "exits with children": _exits_with_children,
     "hangs": _hangs,
-    "hangs in C": _hangs_in_c,
+    "hangs in C": lambda: ctypes.CDLL(None).pause(),  # where no Python signal handler ever runs
     "ignores signals": _ignores_signals,
     "hangs with children": _hangs_with_children,
     "prints": _prints,
@@ -163,7 +136,7 @@ def act(completions: list[str]) -> Any:
     """A number is its own reward; else what the text says."""
     (text,) = completions
     if text == "stops its parent":  # which is noticed when the run ends
-        return _stops_parent()
+        return os.kill(os.getppid(), signal.SIGSTOP) or [9.0]
     return [float(text)] if text.isdigit() else ACTS[text]()
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import time
+from pathlib import Path
 
 TOOLS = [
     {
@@ -81,12 +82,36 @@ async def writes_tokens(task, client):
 
 
 async def branches(task, client):
-    """Begin again with what has been read, up to the end of a page, and to the middle of one."""
-    first = [5, 6, 7, 8] * 24
-    for ids in (first, first[:64] + [9] * 40, first[:80] + [10] * 40):
-        body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 5}}
-        await client.post("/../inference/v1/generate", body=body, cast_to=object)
+    """Begin again with what has been read, up to the end of a page, and to the middle of one. If the row names a file,
+    continue the last, want what the sampler recorded, and write it there."""
+    first, replies = [5, 6, 7, 8] * 24, []
+    for ids in (first, first[:64] + [9] * 40, first[:80] + [10] * 40, None)[: 4 if "file" in task else 3]:
+        more = {"return_routed_experts": True, "return_sampling_mask": True} if "file" in task else {}
+        if ids is None:
+            more["routed_experts_prompt_start"] = 100
+            ids = [*first[:80], *[10] * 40, *replies[-1]["token_ids"], 11]
+        body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 5, **more}}
+        replies += (await client.post("/../inference/v1/generate", body=body, cast_to=object))["choices"]
+    if "file" in task:
+        Path(task["file"]).write_text(json.dumps(replies), encoding="utf-8")
     return 1.0
+
+
+async def looks(task, client):
+    """Look at the row's first picture, and then at the second; begin anew with both, or as before."""
+    [message], text = task["prompt"], {"type": "text", "text": "And this?"}
+    one, two = (part for part in message["content"] if part["type"] == "image_url")
+    first, second = {"role": "user", "content": [text, one]}, {"role": "user", "content": [two, text]}
+    said = await _said(client, [first], max_tokens=4)
+    for chat in ([first, said, second], [message], [first, second], [{**first, "content": [text, one, text]}]):
+        await _said(client, chat, max_tokens=4)
+    try:
+        await _said(client, [{"role": "user", "content": [{**one, "image_url": {"url": "https://a.org/b.png"}}]}])
+    except Exception as error:
+        return float("https://a.org/b.png is not fetched" in str(error) and error.status_code == 400)
+
+
+looks.shows_pictures = True
 
 
 async def rewards_parts(task, client):

@@ -1,27 +1,42 @@
 """Agents with a tiny model: what they ask for over HTTP is sampled, recorded and trained on as it was read."""
 
+import copy
 import json
 import shutil
+from base64 import b64decode
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import agents
 import httpx
+import numpy as np
 import pytest
 import torch
+from experts_used import differing, experts_used
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import SUPPORT
+from seeing import make_seeing, pictures
 from tiny_models import build, tiny_config
 from tool_tokenizers import FAMILIES, tool_tokenizer
 
-from hybrid_grpo.config import DataConfig, RolloutConfig, ScoringConfig
+from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.completion import Prompt
 from hybrid_grpo.data.completion_records import completion_of, record_of
-from hybrid_grpo.generation import Callbacks, stream_key
+from hybrid_grpo.data.packing import pack
+from hybrid_grpo.data.pictures import ImageStore
+from hybrid_grpo.generation import Callbacks, loop, stream_key
 from hybrid_grpo.generation.rollout import complete, request_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.loading import load_config, load_model
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.reading import TEXT, Reading
+from hybrid_grpo.model.routing import Routing, install_routers
+from hybrid_grpo.model.sight import VisionEncoder, image_token, load_tower
+from hybrid_grpo.model.visual_tokens import keys_of
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
 from hybrid_grpo.turns.agents.protocol import Ask, Refused, read
 from hybrid_grpo.turns.agents.sessions import Agents
@@ -34,25 +49,25 @@ MODELS = {
 }
 
 
-def agents_of(name, family="hermes", **more):
+def agents_of(name, family="hermes", album=None, **more):
     """The agents of a function or a command line, the tokenizer, and the settings."""
     agent = name if " " in name or ":" in name else f"{AGENTS}:{name}"
     limits = {"max_completion_tokens": 60, "max_turn_tokens": 10, "max_turns": 12, "max_total_tokens": 400}
     rollout = RolloutConfig(**{"agent": agent, "agent_timeout_s": 60, **limits, **more})
-    tokenizer = tool_tokenizer(family)
+    tokenizer = tool_tokenizer(family) if album is None else album.processor.tokenizer
     config = SimpleNamespace(rollout=rollout, data=DataConfig(), scoring=ScoringConfig(workers=2))
-    return Agents(config, tokenizer, (tokenizer.eos_token_id,)), tokenizer, rollout
+    return Agents(config, tokenizer, (tokenizer.eos_token_id,), album), tokenizer, rollout
 
 
-def sampled(played, model, rows, size=2, seed=0, seen=None):
+def sampled(played, model, rows, size=2, seed=0, seen=None, reading=TEXT):
     """The completions of rows, group after group, with two ranks' worth of slots."""
     turns, tokenizer, rollout = played
     requests = []
     for number, row in enumerate(rows):
-        columns = {name: value for name, value in row.items() if name != "prompt"}
-        prompt = Prompt(number, row["prompt"], [1, 2], columns)
+        columns = {name: value for name, value in row.items() if name not in ("prompt", "pictures")}
+        prompt = Prompt(number, row["prompt"], [1, 2], columns, pictures=row.get("pictures", ()))
         requests.append(request_of(prompt, rollout, [stream_key(seed, number, k) for k in range(size)]))
-    callbacks = Callbacks(None if seen is None else lambda *of: seen.append(of[:2]), turns=turns)
+    callbacks = Callbacks(None if seen is None else lambda *of: seen.append(of[:2]), turns=turns, reading=reading)
     groups, stats = complete(
         model, tokenizer, requests, sampling_of(rollout, (tokenizer.eos_token_id,)), callbacks=callbacks, config=rollout
     )
@@ -160,6 +175,82 @@ def test_roles_and_replies_have_rewards_of_their_own():
         (root.observations[1][0] - 2, root.observations[1][0], 1 / 3),
     )
     assert "neither a model that it named nor the id of a reply" in nobody.episode.failure
+
+
+@pytest.mark.process
+def test_experts_and_masks_of_histories_reach_their_agent_and_training(tmp_path):
+    """What training replays, and what replies have, is what the sampler used, also in pages of other histories. Rows
+    share only what went through the same experts."""
+    played = agents_of("branches", logprobs="mask", top_k=7)
+    config = tiny_config("qwen3_moe", num_experts=16, num_experts_per_tok=4, vocab_size=len(played[1]))
+    model, plain = build(config, ATTENTION), build(config, "eager")
+    files = [str(tmp_path / f"{k}.json") for k in range(2)]
+    completions, _ = sampled(played, model, [{"prompt": "", "file": file} for file in files], size=1)
+    rows = [row for k, completion in enumerate(completions) for row in completion.token_rows(k, [])]
+    replies = [reply for file in files for reply in json.loads(Path(file).read_text(encoding="utf-8"))]
+    assert completion_of(json.loads(json.dumps(record_of(completions[0])))) == completions[0]
+    install_routers(model)
+    for number, reply in enumerate(replies):
+        row, of, is_last = rows[number - number // 4 - number % 4 // 3], reply["routed_experts"], number % 4 == 3
+        used = np.frombuffer(b64decode(of["data"]), of["dtype"]).reshape(of["shape"])
+        (mask, routing), start = row.sidecars, 100 * is_last
+        assert of["start"] == start and len(used) + start >= 100
+        assert np.array_equal(used, routing.completion[start : start + len(used)]), "up to the end of this turn"
+        new, masks = reply["token_ids"], [ids.tolist() for ids in mask.lists()[5 * is_last :]]
+        assert masks[: len(new)] == reply["sampling_mask"] and all(len(kept) == 7 for kept in masks)
+        assert all(token in kept for token, kept in zip(new, masks, strict=False))
+    for row in rows:
+        with torch.no_grad(), experts_used(plain) as used:
+            plain(torch.tensor([row.ids]), use_cache=False)
+        assert differing(used, row.sidecars[1].completion) == 0
+
+    def trained(rows, share):
+        one = copy.deepcopy(model)
+        [micro] = pack(rows, 10_000, torch.device("cpu"), share=share, reading=Reading(replays=True))
+        logp_N = LogprobModel(one).train()(*micro.inputs, 1.0)[0]
+        logp_N.square().sum().backward()
+        return micro.inputs[0].numel(), logp_N, {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
+
+    tokens, logp_N, _ = trained(rows, "on")
+    assert tokens < sum(row.tokens for row in rows) - 300
+    torch.testing.assert_close(logp_N.sort()[0], torch.tensor([x for c in completions for x in c.logp]).sort()[0])
+    others = [
+        replace(row, sidecars=(row.sidecars[0], Routing(of.prompt, (of.completion + (k > 2)) % 16)))
+        for k, row in enumerate(rows)
+        for of in row.sidecars[1:]
+    ]
+    (fewer, shared_N, shared), (most, apart_N, apart) = (trained(others, share) for share in ("on", "off"))
+    assert tokens < fewer < most and not torch.allclose(shared_N.sort()[0], logp_N.sort()[0])
+    torch.testing.assert_close(shared_N.sort()[0], apart_N.sort()[0])
+    for name, gradient in apart.items():
+        torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_pictures_are_read_where_they_stand(name, tmp_path, monkeypatch):
+    """With positions on three axes, and with pictures that see themselves in both directions. In small pages, histories
+    that fork share parts of pictures, which are read whole all the same."""
+    monkeypatch.setattr(loop, "PAGE", 4)
+    processor, policy = make_seeing(name, tmp_path), PolicyConfig(model=str(tmp_path), dtype="float32")
+    album = ImageStore(lambda: processor, image_token(load_config(str(tmp_path))))
+    sight = VisionEncoder(load_tower(policy), album.pixels, torch.device("cpu"), 1 << 28)
+    shown = tuple(album.read(pictures()[:2], None, "the row", DataConfig()))
+    played, model = agents_of("looks", album=album), load_model(policy, ATTENTION)
+    asked = {"prompt": "<image> is before <image>.", "pictures": shown}
+    completions, _ = sampled(played, model, [asked], reading=Reading(sight))
+    assert played[0].shows and [c.episode.total for c in completions] == [1.0, 1.0]
+    one, two = shown[0].key, shown[1].key
+    for completion in completions:
+        assert [picture.key for picture in completion.pictures] == [one, two, one, two, one, two, one]
+        assert [keys_of(ids) for _, ids in completion.observations] == [[one], [two], [one, two], [one, two], [one]]
+        assert completion_of(json.loads(json.dumps(record_of(completion)))) == completion
+        rows, logp = completion.token_rows(0, []), []
+        assert {len(rows), len(completion.episode.chats) + 1} == {4}
+        for row in rows:
+            [micro] = pack([row], 10_000, torch.device("cpu"), share="off", reading=Reading(sight))
+            logp += LogprobModel(model)(*micro.inputs, 1.0)[0].tolist()
+        assert logp == pytest.approx(completion.logp, abs=2e-5)
 
 
 @pytest.mark.process

@@ -19,13 +19,13 @@ from transformers.utils import get_json_schema
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.data.batch import Completion, Rollout
 from hybrid_grpo.generation import Journal, Request
 from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.partners import TurnResponders
 from hybrid_grpo.turns.template import TurnTemplate, assistant_message, tool_message, user_message
 from hybrid_grpo.turns.tools.tools import Tools
-from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory
+from hybrid_grpo.turns.trajectory import Trajectory
 
 TABLE = {"a": "q", "b": "x", "c": "m", "d": "z"}
 NAMES = ("look_up", "add", "slowly", "misbehave")
@@ -88,12 +88,8 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
             sampled += ids
             given.append((len(sampled), answer(partners, key)))
             chat.append(turn)
-            results = [
-                str(c.arguments["a"] + 2)
-                if c.name == "add"
-                else {"a": "q", "b": "x", "c": "m", "d": "z"}.get(c.arguments["key"], "?")
-                for c in calls
-            ]
+            given_to = [call.arguments for call in calls]
+            results = [str(of["a"] + 2) if "a" in of else TABLE.get(of["key"], "?") for of in given_to]
             chat += [
                 {"role": "tool", "name": c.name, "tool_call_id": f"call{k:05d}", "content": text}
                 for k, (c, text) in enumerate(zip(calls, results, strict=True))
@@ -113,46 +109,19 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
         assert [*chat[:1], *completion.messages] == chat
 
 
-class Echo:
-    """Answers turns without a call, three times, with the turn's text reversed."""
-
-    setting, reads_last, shows, seconds = "rollout.somebody", False, False, Seconds()
-
-    def example(self, content):
-        return user_message(content)
-
-    def takes(self, trajectory, turn):
-        return not turn.calls and trajectory.turns < 3
-
-    def answer(self, trajectory, turn, done):
-        done(Answer([user_message(turn.content[::-1])]))
-
-    def numbers(self, rollout):
-        return {}
-
-
 @pytest.mark.parametrize("with_tools", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_of_a_user_is_read_as_the_template_writes_it(tools, family, with_tools):
-    """Beside tools the user answers what calls none, and without them all turns are the user's to answer."""
-    tokenizer, among = tool_tokenizer(family), [tools, Echo()] if with_tools else [Echo()]
-    ends, schemas = (tokenizer.eos_token_id,), tools.schemas if with_tools else None
-    # One of the templates writes the tools before every message of the user.
-    config = RolloutConfig(max_turns=6, max_tool_tokens=4000)
-    partners = TurnResponders(among, tools if with_tools else None, config, tokenizer, {}, ends)
+    """That of an environment or an agent. One of the templates writes the tools before every message of the user."""
+    tokenizer, schemas = tool_tokenizer(family), tools.schemas if with_tools else None
+    between = TurnTemplate(tokenizer, {}, schemas or [], (tokenizer.eos_token_id,))
     chat = [{"role": "user", "content": "begin"}]
-    prompt = tokens(tokenizer, written(tokenizer, chat, schemas, True))
-    key, read = 7, list(prompt)
-    partners.begin([Request(prompt, [key], prompt=Prompt(0, "begin", prompt, {}))])
+    read = tokens(tokenizer, written(tokenizer, chat, schemas, True))
     for said in ("one", "two", "three"):
-        ids = spoken(tokenizer, chat, assistant_message(said, []), schemas)
-        assert partners.ended(key, ids, room=100) is None
-        read += ids + answer(partners, key)
+        read += spoken(tokenizer, chat, assistant_message(said, []), schemas)
         chat += [assistant_message(said, []), user_message(said[::-1])]
+        read += between.ids(read[-1], chat[-1:])
     assert tokenizer.decode(read) == written(tokenizer, chat, schemas, True)
-    assert partners.ended(key, spoken(tokenizer, chat, assistant_message("four", []), schemas), room=9) == "stop"
-    completion = partners.finished(key, Completion([], [], "stop", "four"))
-    assert [*chat[:1], *completion.messages] == [*chat, assistant_message("four", [])]
 
 
 BROKEN = {
@@ -250,10 +219,6 @@ def test_a_turn_of_several_calls_needs_a_template_that_writes_them(tools, family
     assert [finished(partners, key)["tool/add/calls"][0] for key in range(2)] == [made, 1]
 
 
-class Killed(Exception):
-    pass
-
-
 def test_after_a_crash_calls_are_counted_as_in_a_whole_run(tools, tmp_path):
     """Calls of the completions that the journal gave were not in the numbers of the step."""
     tokenizer, partners = partners_of(tools, "hermes")
@@ -281,13 +246,13 @@ def test_after_a_crash_calls_are_counted_as_in_a_whole_run(tools, tmp_path):
 
     def dies(*_):
         if len(sampled) == 3:
-            raise Killed
+            raise InterruptedError
 
     whole = numbers(Journal(tmp_path / "whole", 0))
     assert whole["tool/add/calls"] == (4, 1) and whole["tool/add/failed_frac"] == (1.0, 4)
     assert whole["tool/look_up/calls"] == (3, 1) and whole["tool/unknown/failed_frac"] == (1.0, 2)
     sampled.clear()
-    with pytest.raises(Killed):
+    with pytest.raises(InterruptedError):
         numbers(Journal(tmp_path / "killed", 0), dies)
     assert numbers(Journal(tmp_path / "killed", 0)) == whole and sampled == [0, 1, 2, 3]
 

@@ -10,7 +10,8 @@ pytestmark = pytest.mark.ranks
 
 ENVIRONMENT = ["--rollout.environment", f"{SUPPORT / 'slow_tools.py'}:Repeats"]
 AGENT = ["--rollout.agent", f"{SUPPORT / 'agents.py'}:talks", "--rollout.tools", "[]"]
-AGENT += ["--rollout.max_turns", "5", "--rollout.max_total_tokens", "128"]
+AGENT += ["--rollout.max_turns", "5", "--rollout.max_total_tokens", "128", "--rollout.logit_bias", "{}"]
+AGENT += ["--rollout.logprobs", "mask", "--rollout.top_k", "40"]
 # 8 pages of 32 entries: whoever waits is put back, and read again.
 SQUEEZED = ["--rollout.max_slots", "4", "--rollout.cache_gb", "0.00045"]
 RUNS = {

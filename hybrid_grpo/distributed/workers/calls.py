@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -129,10 +129,6 @@ class Callee(Protocol):
 
 class Entry(Protocol):
     """Other people's code that worker processes load. An entry is pickled, and its module needs no torch."""
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]:
-        """Arguments from the configuration. Environment variables that they name stay visible to worker processes."""
 
     def load(self, name: str) -> Callee:
         """Load the entry, in a worker process; `name` names it in messages. Raises UserError if that is impossible."""

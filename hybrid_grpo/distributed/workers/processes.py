@@ -48,8 +48,8 @@ class ForkServer:
         self._scoring = scoring
         self._names = ", ".join(name for name, _ in entries)
         self.entries = [entry for _, entry in entries]
-        arguments = [argument for _, entry in entries for argument in entry.kwargs.items()]
-        # As in `token_env: MY_TOKEN`.
+        arguments = [argument for _, entry in entries for argument in getattr(entry, "kwargs", {}).items()]
+        # Variables that arguments name stay visible, as in `token_env: MY_TOKEN`.
         named = {value for name, value in arguments if name.endswith("_env") and isinstance(value, str)}
         self.hidden = hidden_variables(os.environ, {*scoring.secrets, *named})
         self.workers: set[Worker] = set()

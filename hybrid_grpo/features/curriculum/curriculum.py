@@ -36,7 +36,6 @@ class RatedPrompts(TrainingPrompts):
     """Training prompts that are drawn by a `Curriculum`."""
 
     def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StepLoader:
-        """See `TrainingPrompts`."""
         return Curriculum(self.prompts, config, plan, rank(), device)
 
 
@@ -62,7 +61,6 @@ class Curriculum(StepLoader):
         self._noted: dict[tuple[int, int], tuple[int, int]] = {}
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """See `StepLoader`."""
         outcome_PG = outcome_B.view(len(prompts), self._num_generations)
         tries_P = (~outcome_PG.isnan()).sum(1).tolist()
         right_P = (outcome_PG >= threshold).sum(1).tolist()

@@ -240,7 +240,9 @@ def measure_flops(rollout: Rollout, passes: int, policy: "Policy", meter: Meter)
         without = meter.mean("policy/no_gradient_frac")
         work["train"] = (train * (1 - without) + read * without) * passes
     numbers: Numbers = {f"flops/{stage}": (flops / _TERA, 1) for stage, flops in work.items()}
-    peak = _peak(policy.engine.device) if policy.config.dtype == "bfloat16" else None
+    device, peak = policy.engine.device, None
+    if device.type == "cuda" and policy.config.dtype == "bfloat16":
+        peak = peak_flops(torch.cuda.get_device_name(device))
     for stage in ("generate", "train"):
         if peak is not None and stage in work:
             numbers[f"throughput/mfu_{stage}"] = work[stage] / peak / meter.total(f"time/{stage}_s"), 1
@@ -270,7 +272,3 @@ def group_flops(rollout: Rollout, cost: Cost) -> tuple[float, Floats, Floats]:
         for of in (cost.forward, cost.training)
     )
     return float(prefill.sum() + decode.sum()), once_P, trained_P
-
-
-def _peak(device: torch.device) -> float | None:
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -51,8 +51,7 @@ def calls_of(text: str) -> list[Call]:
             calls = [(call["name"], dict(call["arguments"])) for call in objects]
         else:
             listed = text.strip("`\n ").removeprefix("python").strip()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about literals that are hardly Python
+            with warnings.catch_warnings(action="ignore"):  # about literals that are hardly Python
                 parsed = ast.parse(listed if listed.startswith("[") else f"[{listed}]", mode="eval").body
             calls = list(map(_call, parsed.elts)) if isinstance(parsed, ast.List) else []
         repr(calls)  # Python refuses to write numbers of more than 4,300 digits

@@ -176,7 +176,6 @@ class Sizes:
     largest: int
     """Elements of the largest tensor."""
     active: int
-    """See `DryRun.active_parameters`."""
     vocabulary: int
     token_bytes: int
     """Bytes of the keys and values of one token."""
@@ -190,7 +189,6 @@ class Sizes:
     tokens: int = 0
     """Tokens of the micro-batch that `training` is for."""
     packs: bool = True
-    """See `DryRun.packs`."""
     padded: int = 0
     """Number of parameters, with that of each tensor rounded up to a power of two, as in pinned memory."""
 

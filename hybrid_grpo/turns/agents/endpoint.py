@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -69,20 +69,10 @@ class Endpoint:
         except (ValueError, RecursionError):
             raise Refused(400, "the body is not JSON") from None
         ask = self._agents.read(request.url.path, body)
-        loop = asyncio.get_running_loop()
-        answered: asyncio.Future[Sampled | Refused] = loop.create_future()
-
-        def settle(sampled: Sampled | Refused) -> None:
-            if not answered.done():
-                answered.set_result(sampled)
-
-        def answer(sampled: Sampled | Refused) -> None:
-            with suppress(RuntimeError):  # the process ends
-                loop.call_soon_threadsafe(settle, sampled)
-
-        self._agents.take(episode, ask, answer)
+        answered = Future[Sampled | Refused]()
+        self._agents.take(episode, ask, answer := answered.set_result)
         gone = asyncio.ensure_future(_disconnected(request))
-        waiting: list[asyncio.Future[Any]] = [answered, gone]
+        waiting: list[asyncio.Future[Any]] = [asyncio.wrap_future(answered), gone]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not answered.done():

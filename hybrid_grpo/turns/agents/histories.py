@@ -14,11 +14,13 @@ import numpy as np
 from hybrid_grpo.data.completion import Completion, Message, ObservationTokens, Prompt
 from hybrid_grpo.data.episodes import Episode, Part
 from hybrid_grpo.data.packing import begin_alike
+from hybrid_grpo.data.picture import Picture
+from hybrid_grpo.data.pictures import bared, placed
 from hybrid_grpo.distributed.workers.calls import Failure, Reply, failed
 from hybrid_grpo.generation.sequence import Finish, Sequence
 from hybrid_grpo.turns.agents.endpoint import Answer
 from hybrid_grpo.turns.agents.protocol import Ask
-from hybrid_grpo.turns.template import assistant_message, user_message
+from hybrid_grpo.turns.template import assistant_message
 
 Ready = list[tuple[int | Sequence, list[int] | Finish]]
 """What `Turns.answers` returns."""
@@ -36,6 +38,8 @@ class History:
     """With how many of the tokens of its first turn another history of the episode began, or had become."""
     chat: list[Message] = field(default_factory=list)
     """Empty if the agent writes tokens."""
+    pictures: list[Picture] = field(default_factory=list)
+    """Those that it has read, in order."""
     ask: Ask | None = None
     """The request whose turn is being sampled; None between turns."""
     answer: Answer | None = None
@@ -95,8 +99,8 @@ def joined(play: Play, outcome: Reply, reward: str) -> Completion:
     """Return the histories of an episode as one completion."""
     ids, logp = list[int](), list[float]()
     observations, starts = list[ObservationTokens](), list[int]()
-    for completion in (history.completion for history in play.histories):
-        assert completion is not None
+    completions = [history.completion for history in play.histories if history.completion is not None]
+    for completion in completions:
         starts += [len(observations)] if completion.observations else []
         observations += [(len(ids) + place, given) for place, given in completion.observations]
         ids += completion.token_ids
@@ -105,9 +109,9 @@ def joined(play: Play, outcome: Reply, reward: str) -> Completion:
     parts = _parts(play.histories, value) if isinstance(value, dict) else ()
     total = value if not isinstance(value, dict) else mean(value.values()) if value else None
     *others, last = sorted(play.histories, key=lambda history: history.turn)
-    words, asked = _words(last), play.prompt.text
-    before: list[Message] = [user_message(asked)] if isinstance(asked, str) else asked
-    chat = last.chat[len(before) :] if begins(last.chat, before) else last.chat
+    words, before = _words(last), placed(play.prompt.text, len(play.prompt.pictures))
+    *earlier, chat = ([bared(message)[0] for message in of.chat] or [_words(of)] for of in (*others, last))
+    chat = chat[len(before) :] if begins(chat, before) else chat
     failure = outcome.failures[0]
     return Completion(
         ids,
@@ -115,16 +119,18 @@ def joined(play: Play, outcome: Reply, reward: str) -> Completion:
         "length" if play.is_cut else "stop",
         words["content"],
         tuple(observations),
-        tuple(chat) or (words,),
+        tuple(chat),
+        pictures=tuple(picture for history in play.histories for picture in history.pictures),
         learned=bool(starts),
         episode=Episode(
             reward,
             total=total,
             parts=parts,
-            chats=tuple(tuple(of.chat) or (_words(of),) for of in others),
+            chats=tuple(map(tuple, earlier)),
             failure=failure.message if failure else None,
         ),
         histories=tuple(starts),
+        sidecars=tuple(type(parts[0]).joined(parts) for parts in zip(*(c.sidecars for c in completions), strict=True)),
     )
 
 

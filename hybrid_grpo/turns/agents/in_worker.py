@@ -12,13 +12,14 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError, type_of
 from hybrid_grpo.config.user_code import describe, import_object
 from hybrid_grpo.distributed.workers.calls import Call, Failure, Interface, Reply, failed, finite, raised
+from hybrid_grpo.turns.observations import shows_pictures
 
 _LAST = 500
 """Characters of what a failed program wrote last that are reported."""
@@ -30,7 +31,6 @@ class AgentEntry:
 
     agent: str
     """`path/to/file.py:function`, `package.module:function`, or a command line."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
 
     def load(self, name: str) -> Agent:
         """Find the function of the entry. Raises UserError if there is none, or if it cannot be called."""
@@ -47,7 +47,7 @@ class AgentEntry:
         except ImportError as error:
             raise UserError(f"{name} needs openai's client: pip install 'hybrid-grpo[agents]' ({error})") from error
         is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
-        return Agent(function, Interface([], None, is_async, 1))
+        return Agent(function, Interface([], None, is_async, 1, schema={"shows": shows_pictures(function)}))
 
     def checked(self, value: Any, expected: None) -> float | dict[str, float] | None:
         """Return the reward of an episode, or those of its roles or replies; None if the agent gives none."""

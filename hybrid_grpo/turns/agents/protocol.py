@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -19,6 +20,10 @@ from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.chat_template import joined
 from hybrid_grpo.data.chat_text import clean
 from hybrid_grpo.data.completion import Message
+from hybrid_grpo.data.pictures import has_images
+from hybrid_grpo.model.routing import Routing
+from hybrid_grpo.model.sidecars import Sidecar, find
+from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.turns.calls import Turn
 
 MODEL = "policy"
@@ -26,6 +31,7 @@ MODEL = "policy"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "min_tokens": 0}
 """Settings that have no counterpart here, with the value that changes nothing."""
+_RECORDS = ("return_sampling_mask", "return_routed_experts", "routed_experts_prompt_start")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -54,6 +60,8 @@ class Ask:
     is_streamed: bool = False
     has_ids: bool = False
     """Whether a chat's reply has its tokens, as with vLLM."""
+    records: Mapping[str, Any] = field(default_factory=dict)
+    """What a reply after tokens has of the sampler's records: those of `_RECORDS` that the program gave."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Sampled:
     """Number of tokens before the turn."""
     finish: str
     """`stop` or `length`."""
+    records: dict[str, Any]
+    """What was `recorded` of it."""
 
 
 def read(path: str, body: Any, config: RolloutConfig, stop_ids: Sequence[int], vocabulary: int) -> Ask:
@@ -107,11 +117,13 @@ def _after_tokens(body: dict[str, Any], config: RolloutConfig, stop_ids: Sequenc
     ids, sampling = body["token_ids"], body.get("sampling_params") or {}
     known = isinstance(ids, list) and all(type(token) is int and 0 <= token < vocabulary for token in ids)
     refuse(not ids or not known, f"token_ids has at least one token, all below {vocabulary}")
-    refuse(bool(body.get("features")), "features: the endpoint takes no pictures")
+    refuse(bool(body.get("features")), "features: pictures are taken in chats, as image_url with a data: URL")
     _check(sampling, config)
     for token in sampling.get("stop_token_ids") or ():
         refuse(token not in stop_ids, f"stop_token_ids {token} ends no turn: set rollout.stop_ids [{token}]")
-    return Ask(str(body.get("model") or MODEL), ids=ids, limit=_limit(sampling))
+    records = {name: int(value) for name in _RECORDS if (value := {**sampling, **body}.get(name))}
+    refuse("return_sampling_mask" in records and config.logprobs != "mask", "masks are kept with rollout.logprobs mask")
+    return Ask(str(body.get("model") or MODEL), ids=ids, limit=_limit(sampling), records=records)
 
 
 def refuse(condition: bool, message: str, code: str = "invalid_request") -> None:
@@ -143,13 +155,24 @@ def _message(message: dict[str, Any], names: dict[str, str]) -> Message:
     """Return a message with what templates read, and nothing else, so that equal ones are equal. `names` has the tools
     of the calls so far, by the calls' ids."""
     role, content = _ROLES[message["role"]], message.get("content") or ""
-    made: Message = {"role": role, "content": clean(joined(content) if isinstance(content, list) else content)}
+    made: Message = {"role": role, "content": [*map(_part, [content] if isinstance(content, str) else content)]}
+    made["content"] = made["content"] if has_images(made) else joined(made["content"])
     if role == "assistant" and message.get("tool_calls"):
         made["tool_calls"] = [_call(call, names) for call in message["tool_calls"]]
     if role == "tool":
         id = str(message["tool_call_id"])
         made |= {"name": str(message.get("name") or names.get(id, "")), "tool_call_id": id}
     return made
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """Return a part of a content; that of a picture has the bytes of its file."""
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return {"type": "text", "text": clean(joined([part]))}
+    head, _, data = (url := part["image_url"]["url"]).partition(",")
+    is_file = head.startswith("data:") and head.endswith(";base64")
+    refuse(not is_file, f"image_url {url:.60} is not fetched: send the picture itself, as data:image/png;base64,...")
+    return {"type": "image", "image": b64decode(data, validate=True)}
 
 
 def _call(call: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
@@ -224,10 +247,23 @@ def chat_stream(sampled: Sampled) -> bytes:
     return "".join(f"data: {text}\n\n" for text in (*map(json.dumps, pieces), "[DONE]")).encode()
 
 
+def recorded(asked: Mapping[str, Any], sidecars: Sequence[Sidecar], new: int) -> dict[str, Any]:
+    """Return what a reply of `new` tokens has of the sampler's records, in the form of vLLM. The last token, which has
+    not been read yet, has no experts."""
+    found: dict[str, Any] = {}
+    if "return_sampling_mask" in asked and (mask := find(sidecars, SamplingMask)) is not None:
+        found["sampling_mask"] = [ids.tolist() for ids in mask.lists()[-new:]]
+    if "return_routed_experts" in asked and (routing := find(sidecars, Routing)) is not None:
+        experts = routing.completion[(start := asked.get("routed_experts_prompt_start", 0)) :]
+        data = b64encode(experts.tobytes()).decode()
+        found["routed_experts"] = {"data": data, "shape": experts.shape, "dtype": experts.dtype.name, "start": start}
+    return found
+
+
 def tokens_reply(sampled: Sampled) -> dict[str, Any]:
     """Return the body of a generation from tokens."""
     pairs = zip(sampled.ids, sampled.logp, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": _finite(logp)} for token, logp in pairs]
     choice = {"index": 0, "token_ids": sampled.ids, "finish_reason": sampled.finish, "logprobs": {"content": content}}
-    choice["text"] = sampled.turn.content
+    choice |= {"text": sampled.turn.content, **sampled.records}
     return {"request_id": sampled.id, "choices": [choice], "usage": _usage(sampled)}

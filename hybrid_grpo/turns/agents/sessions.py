@@ -20,8 +20,10 @@ from hybrid_grpo.config import environment_rewards
 from hybrid_grpo.config.composition import SamplingConfig
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Numbers, Rollout
-from hybrid_grpo.data.completion import Completion, Prompt
+from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.data.packing import begin_alike
+from hybrid_grpo.data.picture import Picture
+from hybrid_grpo.data.pictures import ImageStore, bared, filled, placed
 from hybrid_grpo.distributed.workers.calls import Call, Reply
 from hybrid_grpo.distributed.workers.pool import Pool
 from hybrid_grpo.generation import Request, stream_key
@@ -30,12 +32,14 @@ from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.turns.agents.endpoint import Answer, Endpoint
 from hybrid_grpo.turns.agents.histories import History, Play, Ready, begins, checked, joined, stopped
 from hybrid_grpo.turns.agents.in_worker import AgentEntry
-from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, read, refuse, remembered
+from hybrid_grpo.turns.agents.protocol import Ask, Refused, Sampled, read, recorded, refuse, remembered
+from hybrid_grpo.turns.observations import digest
 from hybrid_grpo.turns.reading import Reader, reader_of, turn_of
 from hybrid_grpo.turns.template import TurnTemplate, user_message
 from hybrid_grpo.turns.trajectory import Arrivals
 
 _TOO_LONG = "context_length_exceeded"
+_as_text = partial(json.dumps, default=digest)
 _FOLLOWS = ("user", "tool")
 """Roles of the messages that may continue a history."""
 
@@ -48,9 +52,10 @@ class Agents:
     schemas: tuple[dict[str, Any], ...] = ()
     tool_names: tuple[str, ...] = ()
 
-    def __init__(self, config: SamplingConfig, tokenizer: Any, stop_ids: tuple[int, ...]) -> None:
+    def __init__(self, config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...], album: ImageStore | None) -> None:
         rollout = self._config = config.rollout
-        self._tokenizer, self._stop_ids, self._vocabulary = tokenizer, stop_ids, vocabulary_of(tokenizer)
+        self._seen = None if album is None else (album, config.data)
+        self._tokenizer, self._stop_ids, self._vocabulary = tokenizer, ends, vocabulary_of(tokenizer)
         self._variables = config.data.chat_template_kwargs
         self._known: dict[str, tuple[TurnTemplate, Reader | None]] = {}
         """For tools as JSON, what the chat template writes, and what reads calls; None without tools."""
@@ -61,14 +66,15 @@ class Agents:
         [self._reward] = environment_rewards(rollout).values()
         entry = AgentEntry(function_text(rollout.agent or ""))
         self._pool = Pool([(self.setting, entry)], config.scoring)
+        self.shows = bool(self._pool.interfaces[0].schema.get("shows"))
         self._run = self._pool.isolated(0, rollout.agent_timeout_s, spread=True)
         self._endpoint: Endpoint | None = None
         self._plays: list[list[Play]] = []
         self._of_key: dict[str, Play] = {}
         """Episodes that may ask, by the keys that only their agents know."""
         self._open: set[Play] = set()
-        self._begun: dict[str, list[int]] = {}
-        """Tokens of the chats with which histories of a rollout began; episodes of a group begin alike."""
+        self._begun: dict[str, tuple[list[int], list[Picture]]] = {}
+        """Tokens and pictures of the chats with which histories of a rollout began; episodes of a group begin alike."""
         self._sampling: dict[int, History] = {}
         """Histories that have not ended, by the keys of their sequences."""
         self._events: Arrivals[Callable[[], Ready]] = Arrivals()
@@ -123,8 +129,7 @@ class Agents:
 
     def take(self, episode: tuple[Play, str], ask: Ask, answer: Answer) -> None:
         """Take a request."""
-        play, attempt = episode
-        self._events.put(partial(self._asked, play, attempt, ask, answer))
+        self._events.put(partial(self._asked, *episode, ask, answer))
 
     def leave(self, episode: tuple[Play, str], answer: Answer) -> None:
         """Learn that a client has gone before its request was answered."""
@@ -134,7 +139,6 @@ class Agents:
 
     @property
     def is_open(self) -> bool:
-        """See `Turns`."""
         return bool(self._open)
 
     def begin(self, requests: Items[Request]) -> None:
@@ -151,7 +155,9 @@ class Agents:
         self._open = {play for group in self._plays for play in group}
         self._of_key = {secrets.token_urlsafe(24): play for group in self._plays for play in group}
         for key, play in self._of_key.items():
-            task = {**play.prompt.columns, "prompt": play.prompt.text}
+            prompt, text = play.prompt, play.prompt.text
+            shown = [{"type": "image_url", "image_url": {"url": picture.url}} for picture in prompt.pictures]
+            task = {**prompt.columns, "prompt": filled(placed(text, len(shown)), shown) if shown else text}
             call = Call({"task": [task], "url": [f"{self._endpoint.url}/v1"], "key": [key]}, [None])
             self._run(call).add_done_callback(partial(self._returned, play))
 
@@ -160,7 +166,6 @@ class Agents:
             self._events.put(partial(self._outcome, play, future.result()))
 
     def completions(self) -> list[list[Completion]]:
-        """See `Turns`."""
         self._close()
         return [[play.completion for play in group if play.completion] for group in self._plays]
 
@@ -174,7 +179,6 @@ class Agents:
         self.answers(0.0)
 
     def answers(self, patience_s: float) -> Ready:
-        """See `Turns`."""
         ready: Ready = []
         while (event := self._events.next(0.0 if ready else patience_s)) is not None:
             ready += event()
@@ -207,9 +211,9 @@ class Agents:
         refuse(play.turns >= config.max_turns, f"rollout.max_turns is {config.max_turns}", _TOO_LONG)
         refuse(room <= 0, f"rollout.max_completion_tokens is {config.max_completion_tokens}", _TOO_LONG)
         tools = json.dumps(ask.tools, sort_keys=True)
-        history, new = self._continued(play, ask, tools)
+        history, new, pictures = self._continued(play, ask, tools)
         # By what is asked and not by when, since of requests at the same time any may come first.
-        asked = stream_key(play.key, tools, json.dumps(ask.chat or ask.ids))
+        asked = stream_key(play.key, tools, _as_text(ask.chat or ask.ids))
         stream = stream_key(asked, play.asked[asked])
         if history is None:
             most = config.max_completion_tokens
@@ -220,44 +224,57 @@ class Agents:
         refuse(read >= play.longest, f"{read} tokens leave no room in the {play.longest} of a history", _TOO_LONG)
         history.sequence.turn_limit = min(room, ask.limit or room, config.max_turn_tokens or room)
         history.sequence.stream, history.sequence.stream_begin = stream, len(history.sequence.logp)
+        history.sequence.reported = () if ask.records else None
+        history.pictures += pictures
         play.asked[asked] += 1
         if history.sequence.key not in self._sampling:
             self._sampling[history.sequence.key] = history
             play.histories.append(history)
         return history, new
 
-    def _continued(self, play: Play, ask: Ask, tools: str) -> tuple[History | None, list[int]]:
-        """Return the longest history that a request continues, and what follows it; without one, all its tokens."""
+    def _continued(self, play: Play, ask: Ask, tools: str) -> tuple[History | None, list[int], list[Picture]]:
+        """Return the longest history that a request continues, and what follows it; without one, all its tokens. And
+        the pictures among these."""
         free = [history for history in play.histories if history.ask is None]
         if ask.chat is None:
             assert ask.ids is not None
             read = [(len(h.sequence.tokens), h) for h in free if begins(ask.ids, h.sequence.tokens)]
             count, history = max(read, key=lambda of: of[0], default=(0, None))
-            return history, ask.ids[count:]
+            return history, ask.ids[count:], []
         said = [(len(h.chat), h) for h in free if h.chat and h.tools == tools and begins(ask.chat, h.chat)]
         count, history = max(said, key=lambda of: of[0], default=(0, None))
         try:
             template, _ = self._of_tools(tools, ask.tools)
             if history is not None and all(message["role"] in _FOLLOWS for message in ask.chat[count:]):
-                return history, template.ids(history.sequence.tokens[-1], ask.chat[count:])
-            text = json.dumps(ask.chat) + tools
+                chat, pictures = self._bared(template, ask, count)
+                return history, template.ids(history.sequence.tokens[-1], chat, pictures), pictures
+            text = _as_text(ask.chat) + tools
             if text not in self._begun:
-                self._begun[text] = template.whole(ask.chat)
-            return None, [*self._begun[text]]
+                chat, pictures = self._bared(template, ask, 0)
+                self._begun[text] = template.whole(chat, pictures), pictures
+            ids, pictures = self._begun[text]
+            return None, [*ids], pictures
         except Exception as error:  # a template is a program of the model's authors, and may refuse anything
-            raise Refused(400, f"the chat template refuses the tools or the messages: {error}") from error
+            raise Refused(400, f"the chat cannot be read: {error}") from error
+
+    def _bared(self, template: TurnTemplate, ask: Ask, begin: int) -> tuple[list[Message], list[Picture]]:
+        """Return the messages of a chat from `begin` on, and their pictures."""
+        pairs = [bared(message) for message in (ask.chat or [])[begin:]]
+        files = [file for _, inside in pairs for file in inside]
+        if files and (self._seen is None or self._seen[0].empty):
+            raise ValueError("it has pictures: take a policy.model that sees, and set the function's shows_pictures")
+        return [message for message, _ in pairs], template.read(files, "the chat")
 
     def _of_tools(self, tools: str, schemas: Items[dict[str, Any]]) -> tuple[TurnTemplate, Reader | None]:
         """Return what the template writes with these tools, and what reads their calls; None without tools."""
         if tools not in self._known:
             config = self._config
-            template = TurnTemplate(self._tokenizer, self._variables, [*schemas], self._stop_ids)
+            template = TurnTemplate(self._tokenizer, self._variables, [*schemas], self._stop_ids, self._seen)
             reader = reader_of(template, config.tool_format, config.max_turn_calls) if schemas else None
             self._known[tools] = template, reader
         return self._known[tools]
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """See `Turns`."""
         return self._said(self._sampling[key], "stop")
 
     def cut(self, key: int) -> Finish | None:
@@ -279,7 +296,9 @@ class Agents:
         before = sequence.tokens[: sequence.begin] if ask.has_ids else []
         id = f"turn-{history.turn}"
         history.said.append((id, ask.role, len(sequence.logp)))
-        sampled = Sampled(id, turn, before, ids, sequence.logp[-len(ids) :], texts, sequence.begin, finish)
+        records = recorded(ask.records, sequence.reported or (), len(ids))
+        logp = sequence.logp[-len(ids) :]
+        sampled = Sampled(id, turn, before, ids, logp, texts, sequence.begin, finish, records)
         if ask.chat is not None:
             history.chat = [*ask.chat, remembered(sampled)]
         answer(sampled)
@@ -311,7 +330,6 @@ class Agents:
         return [(sequence, "stop")]
 
     def finished(self, key: int, completion: Completion) -> Completion | None:
-        """See `Turns`."""
         history = self._sampling.pop(key)
         play, history.completion = history.play, completion
         self._read += len(history.sequence.tokens) - len(completion.token_ids) - history.sequence.known

@@ -141,15 +141,8 @@ class Environments:
             future.add_done_callback(lambda _: free.release())
             lease.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
             lease.release()
-        openings, failed = [], []
-        for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
-            reply = begun.result()
-            if (failure := reply.failures[0]) is None:
-                openings.append(Opening(seed, prompt.text, reply.values[0]["said"]))
-            else:
-                openings.append(Opening(seed, prompt.text, failure=failure.message))
-                failed.append((prompt, failure))
-        if failed:
+        rows = [(p, seed, begun.result()) for p, seed, begun in zip(prompts, seeds, asked, strict=True)]
+        if failed := [(prompt, failure) for prompt, _, reply in rows for failure in reply.failures if failure]:
             prompt, failure = failed[0]
             print(
                 f"rollout.environment: {len(failed)} of {len(prompts)} prompts could not be opened; for row {prompt.id}"
@@ -158,11 +151,15 @@ class Environments:
                 file=sys.stderr,
                 flush=True,
             )
-        return openings
+        return [
+            Opening(seed, prompt.text, (reply.values[0] or {}).get("said"), failure.message if failure else None)
+            for prompt, seed, reply in rows
+            for failure in reply.failures
+        ]
 
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
-        columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
-        columns["prompt"] = opening.text
+        known = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
+        columns = {**known, "prompt": opening.text}
         said = opening.observation
         observed = {"observation": said and said.text, "pictures": list(map(digest, said.pictures)) if said else []}
         return {"do": "begin", "columns": columns, "seed": opening.seed, **observed, "is_first": is_first}

@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -47,8 +47,6 @@ class EnvironmentEntry:
 
     factory: str
     """`path/to/file.py:Class` or `package.module:Class`; also a function that returns an object."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Always empty, since environments have no fixed arguments."""
 
     def load(self, name: str) -> EnvironmentProcess:
         """Find the class of the entry, which messages call `name`; raises UserError if it is no environment."""
@@ -220,11 +218,7 @@ class EnvironmentProcess:
             return result
         # One loop for all methods: one of them may open a connection that another uses.
         self._loop = self._loop or asyncio.new_event_loop()
-
-        async def awaited() -> Any:
-            return await result
-
-        return self._loop.run_until_complete(awaited())
+        return self._loop.run_until_complete(result)
 
 
 def _stepped(result: Any) -> tuple[Any, Any, bool]:

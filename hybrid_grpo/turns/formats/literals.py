@@ -31,8 +31,7 @@ def _as_python(found: re.Match[str]) -> str:
 def _parsed(text: str) -> ast.expr:
     """Parse an expression of Python, or raise ValueError. Strings may have ends of lines, and numbers begin with 0."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unknown escapes
+        with warnings.catch_warnings(action="ignore"):  # about unknown escapes
             return ast.parse(_TEXT.sub(_as_python, text).strip(), mode="eval").body
     except SyntaxError as error:
         raise ValueError(f"it is not written as in Python: {error.msg}") from None

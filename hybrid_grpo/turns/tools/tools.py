@@ -168,11 +168,8 @@ class _TurnCalls:
 
     def _messages(self) -> list[Message]:
         # A name that the model has made up may be of any length.
-        names = [call.name if call.name in self._tools.names else UNKNOWN for call in self._calls]
-        messages = [
-            tool_message(k, name, self._results[k], call.id)
-            for k, (name, call) in enumerate(zip(names, self._calls, strict=True))
-        ]
+        known = [(call, call.name if call.name in self._tools.names else UNKNOWN) for call in self._calls]
+        messages = [tool_message(k, name, self._results[k], call.id) for k, (call, name) in enumerate(known)]
         if self._fault is not None:
             messages.append(tool_message(len(messages), UNKNOWN, error_text(self._fault)))
         return messages

@@ -149,16 +149,20 @@ def test_which_completions_a_group_is_given_is_a_matter_of_seed_step_and_prompt(
     assert any(group != passes[0] for group in passes)
 
 
+def of_model(folder: Path, architecture: str = "qwen2", per_group: int = 1, **rollout: Any) -> TrainConfig:
+    """A policy and a guest that are the same model."""
+    char_tokenizer().save_pretrained(folder)
+    build(tiny_config(architecture, vocab_size=80)).save_pretrained(folder)
+    limits: Any = {"prompts_per_step": 1, "num_generations": 3, "max_completion_tokens": 8, **rollout}
+    guest = GuestConfig("large", "importance", model=str(folder), per_group=per_group)
+    policy, guests = PolicyConfig(model=str(folder), dtype="float32"), {"guests": GuestsConfig([guest])}
+    return TrainConfig(policy=policy, rollout=RolloutConfig(**limits), **guests)
+
+
 @pytest.mark.parametrize("known, has", [(73, False), (74, True)])
 def test_what_a_model_writes_beyond_the_vocabulary_of_the_policy_is_left_out(tmp_path: Path, known: int, has: bool):
     """The policy has no weights for token 73, which this model always writes: a place is left to the policy."""
-    char_tokenizer().save_pretrained(tmp_path)
-    build(tiny_config("qwen2", vocab_size=80)).save_pretrained(tmp_path)
-    config = TrainConfig(
-        policy=PolicyConfig(model=str(tmp_path), dtype="float32"),
-        rollout=RolloutConfig(prompts_per_step=1, num_generations=3, max_completion_tokens=2, logit_bias={"73": 1e4}),
-        **{"guests": GuestsConfig([GuestConfig("large", "importance", model=str(tmp_path))])},
-    )
+    config = of_model(tmp_path, max_completion_tokens=2, logit_bias={"73": 1e4})
     guests = guests_of(config, load_tokenizer(str(tmp_path)), PROMPTS[:1], known)
     written = guests.write(PROMPTS[:1], 1, lambda: None)
     assert [completion.token_ids for completion in written.values()] == [[73, 73]] * has
@@ -166,17 +170,10 @@ def test_what_a_model_writes_beyond_the_vocabulary_of_the_policy_is_left_out(tmp
 
 def test_what_a_model_writes_is_a_matter_of_the_seed(tmp_path: Path):
     """Its experts are not the policy's: replayed there, they gave ratios of 300 in place of 1."""
-    char_tokenizer().save_pretrained(tmp_path)
-    build(tiny_config("qwen3_moe", vocab_size=80)).save_pretrained(tmp_path)
+    config = of_model(tmp_path, "qwen3_moe", per_group=2)
 
     def written(seed: int) -> list[list[int]]:
-        config = TrainConfig(
-            policy=PolicyConfig(model=str(tmp_path), dtype="float32"),
-            rollout=RolloutConfig(prompts_per_step=1, num_generations=3, max_completion_tokens=8),
-            run=RunConfig(seed=seed),
-            **{"guests": GuestsConfig([GuestConfig("large", "importance", model=str(tmp_path), per_group=2)])},
-        )
-        guests = guests_of(config, load_tokenizer(str(tmp_path)), PROMPTS[:1], 80)
+        guests = guests_of(replace(config, run=RunConfig(seed=seed)), load_tokenizer(str(tmp_path)), PROMPTS[:1], 80)
         completions = guests.write(PROMPTS[:1], 1, lambda: None).values()
         assert not any(completion.sidecars for completion in completions)
         return [completion.token_ids for completion in completions]
@@ -186,13 +183,7 @@ def test_what_a_model_writes_is_a_matter_of_the_seed(tmp_path: Path):
 
 @pytest.mark.usefixtures("torch_only")
 def test_a_model_captures_its_graphs_once_and_is_planned_with_the_memory_it_keeps(tmp_path: Path, monkeypatch):
-    char_tokenizer().save_pretrained(tmp_path)
-    build(tiny_config("qwen2", vocab_size=80)).save_pretrained(tmp_path)
-    config = TrainConfig(
-        policy=PolicyConfig(model=str(tmp_path), dtype="float32"),
-        rollout=RolloutConfig(prompts_per_step=2, num_generations=3, max_completion_tokens=8),
-        **{"guests": GuestsConfig([GuestConfig("large", "importance", model=str(tmp_path), per_group=2)])},
-    )
+    config = of_model(tmp_path, per_group=2, prompts_per_step=2)
     captures = Captures()
     monkeypatch.setattr(loop, "capture_on", lambda _: captures)
     guests = guests_of(config, load_tokenizer(str(tmp_path)), PROMPTS[:2], 80)

@@ -145,6 +145,26 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
     assert float(found.numbers["teacher/kl"][0]) == pytest.approx(-1.0 - total / 10, abs=1e-5)
 
 
+def offloaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Put a model in the place of an engine of DeepSpeed, and return what is done with it."""
+    done: list[str] = []
+
+    class OffloadedModel(LogprobModel):
+        def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
+            super().__init__(read().model)
+            done.append(fetching.get("offload_param", {"device": "cpu"})["device"])
+
+        def forward(self, *given: Any) -> Any:
+            done.append(f"read with {self.model.config.vocab_size}")
+            return super().forward(*given)
+
+        def release(self) -> None:
+            done.append(f"release {self.model.config.vocab_size}")
+
+    monkeypatch.setattr(engines, "OffloadedModel", OffloadedModel)
+    return done
+
+
 @pytest.mark.parametrize("own, of_teacher", [(33, 30), (30, 33)])
 @pytest.mark.parametrize("offload", [True, False])
 def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
@@ -155,29 +175,16 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
     for name, vocabulary in (("policy", own), ("teacher", of_teacher)):
         tokenizer.save_pretrained(tmp_path / name)
         build(tiny_config("qwen2", vocab_size=vocabulary)).save_pretrained(tmp_path / name)
-    kept: list[str] = []
-
-    class OffloadedModel(LogprobModel):
-        """In place of an engine of DeepSpeed."""
-
-        def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
-            super().__init__(read().model)
-            kept.append(fetching.get("offload_param", {"device": "cpu"})["device"])
-
-    monkeypatch.setattr(engines, "OffloadedModel", OffloadedModel)
+    done = offloaded(monkeypatch)
     config = TrainConfig(
         policy=PolicyConfig(model=str(tmp_path / "policy"), dtype="float32", attn_implementation="eager"),
         teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
     )
-
-    def micro_batches(rows: Any, gradients: bool) -> Any:
-        return pad(rows, 20, torch.device("cpu"))
-
-    policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)
+    policy: Any = SimpleNamespace(engine=None, micro_batches=lambda rows, gradients: pad(rows, 20, torch.device("cpu")))
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None, **BLIND)
     rollout = Rollout([Prompt(0, "", [5, 6], {})], [Completion([7, 8, 9], [-1.0] * 3, "stop")], 1)
     *_, next_tokens = loaded(config, policy, inputs, monkeypatch).read(rollout, rollout.logp_BT)
-    assert kept == ["cpu" if offload else "none"]
+    assert done[0] == ("cpu" if offload else "none")
     (told,) = next_tokens.values()
     plain = build(tiny_config("qwen2", vocab_size=of_teacher))
     expected_TV = plain(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:-1, :30].log_softmax(1)
@@ -215,22 +222,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
         models_of[name] = build(tiny_config("qwen2", vocab_size=size), seed=size)
         models_of[name].save_pretrained(tmp_path / name)
     own = load_tokenizer(str(tmp_path / "first"))
-    seen: list[str] = []
-
-    class OffloadedModel(LogprobModel):
-        """In place of an engine of DeepSpeed."""
-
-        def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
-            super().__init__(read().model)
-
-        def forward(self, *given: Any) -> Any:
-            seen.append(f"read with {self.model.config.vocab_size}")
-            return super().forward(*given)
-
-        def release(self) -> None:
-            seen.append(f"release {self.model.config.vocab_size}")
-
-    monkeypatch.setattr(engines, "OffloadedModel", OffloadedModel)
+    done = offloaded(monkeypatch)
     sources = [MixtureConfig("a.jsonl", name="first"), MixtureConfig("b.jsonl", name="second")]
     by_source = {name: str(tmp_path / name) for name in models_of}
     config = TrainConfig(
@@ -239,10 +231,6 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
         policy=PolicyConfig(model=by_source["first"], dtype="float32", attn_implementation="eager"),
         teacher=TeacherConfig(by_source=by_source, coef=0.5),
     )
-
-    def micro_batches(rows: Any, gradients: bool) -> Any:
-        return pad(rows, 50, torch.device("cpu"))
-
     prompts = [Prompt(0, "", [10, 11], {}, source="first"), Prompt(1, "", [5, 6, 7], {}, source="second")]
     rows = [own(text)["input_ids"] for text in ("ab", "d", "abcdx", "ab")]
     completions = [Completion(ids, [-1.0 - t for t in range(len(ids))], "stop") for ids in rows]
@@ -250,10 +238,11 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     rollout = Rollout(prompts, completions, 2)
     inputs: Any = SimpleNamespace(tokenizer=own, partners=None, **BLIND, prompts=prompts, longest_prompt=3)
     plan: Any = None
-    teacher, policy = Teacher(config, plan, inputs), SimpleNamespace(engine=None, micro_batches=micro_batches)
+    teacher = Teacher(config, plan, inputs)
+    policy = SimpleNamespace(engine=None, micro_batches=lambda rows, gradients: pad(rows, 50, torch.device("cpu")))
     teacher.load(policy)  # type: ignore[arg-type]
     found = teacher.advantages(Scored(rollout, None, rollout.logp_BT))  # type: ignore[arg-type]
-    assert seen == [f"{what} {size}" for size in (80, 90) for what in ("read with", "release")]
+    assert done[2:] == [f"{what} {size}" for size in (80, 90) for what in ("read with", "release")]
 
     def told(name: str, prompt: list[int], ids: list[int]) -> torch.Tensor:
         logits_SV = models_of[name](torch.tensor([prompt + ids])).logits[0]
