@@ -1,4 +1,4 @@
-"""Attention over segments of different lengths, on a CPU in float32: the kernels of attention.c."""
+"""Attention over segments of different lengths, on a CPU: the kernels of attention.c, in float32."""
 
 from typing import Any
 
