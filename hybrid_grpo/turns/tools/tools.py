@@ -19,11 +19,11 @@ from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.distributed.workers.calls import Call, Failure, Reply
 from hybrid_grpo.distributed.workers.pool import Caller, Pool
 from hybrid_grpo.turns.calls import ToolCall, Turn
-from hybrid_grpo.turns.environments.environments import Environments, Kind
+from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.observations import error_text
 from hybrid_grpo.turns.template import tool_message
 from hybrid_grpo.turns.tools.functions import ToolEntry
-from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory, call_numbers
+from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory
 
 UNKNOWN = "unknown"
 """Stands for the tool, in counts and messages, if a call names no known tool or cannot be read."""
@@ -42,6 +42,7 @@ class Tools:
     Attributes:
         names: names of all tools, functions first.
         schemas: JSON schemas of all tools.
+        functions: those of the functions.
     """
 
     setting, reads_last = "rollout.tools", False
@@ -52,11 +53,11 @@ class Tools:
             for k, tool in enumerate(config.tools)
         ]
         pool = Pool(entries, scoring)
-        self._functions: list[dict[str, Any]] = [interface.schema["function"] for interface in pool.interfaces]
-        names = [str(schema["function"]["name"]) for schema in self._functions]
+        self.functions: list[dict[str, Any]] = [interface.schema["function"] for interface in pool.interfaces]
+        names = [str(schema["function"]["name"]) for schema in self.functions]
         kinds = list(environments.kinds.values()) if environments is not None else []
         self.names = list(dict.fromkeys([*names, *(name for kind in kinds for name in kind.tool_names)]))
-        self.schemas = [*self._functions, *(schema for kind in kinds for schema in kind.tools)]
+        self.schemas = [*self.functions, *(schema for kind in kinds for schema in kind.tools)]
         for together in [names, *([*names, *kind.tool_names] for kind in kinds)]:
             twice = [name for name in together if together.count(name) > 1]
             refuse(bool(twice), f"rollout.tools: two are named {', '.join(twice[:1])}: rename one of the functions")
@@ -82,16 +83,13 @@ class Tools:
             self._count(trajectory, UNKNOWN, has_failed=True)
         _TurnCalls(self, trajectory, turn, done).go_on()
 
-    def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
-        """Return the JSON schemas for completions whose environment is of this kind."""
-        return [*self._functions, *kind.tools]
-
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[Observation, Failure | None], None]) -> None:
         """Call a tool, or a method of the completion's environment. `done` is called, on any thread, with what the
         model reads, and with the failure, if the call failed."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
         environments = self._environments
-        methods = environments.tools(trajectory) if environments else []
+        prompt = trajectory.prompt
+        methods = environments.kind(prompt).tool_names if environments and prompt is not None else []
 
         def ended(said: Observation | None, failure: Failure | None) -> None:
             self._count(trajectory, call.name, said is None, time.perf_counter() - start_s)
@@ -124,7 +122,9 @@ class Tools:
         names = [f"tool/{name}" for name in (*self.names, UNKNOWN)]
         numbers = self.seconds.numbers(names)
         for name in names:
-            numbers |= call_numbers(name, rollout.completions)
+            failed = [has_failed for c in rollout.completions for called, has_failed in c.calls if called == name]
+            calls = len(failed)
+            numbers |= {f"{name}/calls": (calls, 1), f"{name}/failed_frac": (sum(failed) / max(calls, 1), calls)}
         return numbers
 
 
