@@ -66,8 +66,7 @@ class Openings:
             cut_off = partial(cut, self._tokenizer, prompt_text_of(self._tokenizer), tokens=self._tokens)
             text = _extended(text, [cut_off(clean(piece)) for piece in said.text.split(PLACE)])
         # If there are several environments, a prompt describes only its own.
-        own = self._environments.kind(prompt).tools
-        schemas = [*self._tools.functions, *own] if self._tools is not None else []
+        schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []
         tools = {"tools": schemas} if schemas else {}
         data = replace(self._data, chat_template_kwargs=self._data.chat_template_kwargs | tools)
         seen = None if self._album is None else (self._album, None)

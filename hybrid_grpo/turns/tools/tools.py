@@ -19,7 +19,7 @@ from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.distributed.workers.calls import Call, Failure, Reply
 from hybrid_grpo.distributed.workers.pool import Caller, Pool
 from hybrid_grpo.turns.calls import ToolCall, Turn
-from hybrid_grpo.turns.environments.environments import Environments
+from hybrid_grpo.turns.environments.environments import Environments, Kind
 from hybrid_grpo.turns.observations import error_text
 from hybrid_grpo.turns.template import tool_message
 from hybrid_grpo.turns.tools.functions import ToolEntry
@@ -42,7 +42,6 @@ class Tools:
     Attributes:
         names: names of all tools, functions first.
         schemas: JSON schemas of all tools.
-        functions: those of the functions.
     """
 
     setting, reads_last = "rollout.tools", False
@@ -53,11 +52,11 @@ class Tools:
             for k, tool in enumerate(config.tools)
         ]
         pool = Pool(entries, scoring)
-        self.functions: list[dict[str, Any]] = [interface.schema["function"] for interface in pool.interfaces]
-        names = [str(schema["function"]["name"]) for schema in self.functions]
+        self._functions: list[dict[str, Any]] = [interface.schema["function"] for interface in pool.interfaces]
+        names = [str(schema["function"]["name"]) for schema in self._functions]
         kinds = list(environments.kinds.values()) if environments is not None else []
         self.names = list(dict.fromkeys([*names, *(name for kind in kinds for name in kind.tool_names)]))
-        self.schemas = [*self.functions, *(schema for kind in kinds for schema in kind.tools)]
+        self.schemas = [*self._functions, *(schema for kind in kinds for schema in kind.tools)]
         for together in [names, *([*names, *kind.tool_names] for kind in kinds)]:
             twice = [name for name in together if together.count(name) > 1]
             refuse(bool(twice), f"rollout.tools: two are named {', '.join(twice[:1])}: rename one of the functions")
@@ -82,6 +81,10 @@ class Tools:
         if turn.fault is not None:
             self._count(trajectory, UNKNOWN, has_failed=True)
         _TurnCalls(self, trajectory, turn, done).go_on()
+
+    def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
+        """Return the JSON schemas for completions whose environment is of this kind."""
+        return [*self._functions, *kind.tools]
 
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[Observation, Failure | None], None]) -> None:
         """Call a tool, or a method of the completion's environment. `done` is called, on any thread, with what the
