@@ -1,4 +1,4 @@
-"""Turns what people have at hand in Python into settings: models, data sets, tables, adapters' configurations.
+"""Turns what people have at hand into settings: runs, and in Python models, data sets, tables, configurations of peft.
 
 Everything else is refused in one line, in words of Python.
 """
@@ -29,6 +29,23 @@ _AS_PYTHON = (
     (r"--(\w+)\.(\w+)", r'\1={"\2": ...}'),
 )
 """What the command line calls options, and how the same is written in Python."""
+
+
+def is_run(name: str) -> bool:
+    """Whether this is the folder of a run, which has its settings in config.yaml."""
+    return bool(name) and (Path(name) / "config.yaml").is_file()
+
+
+def options_of_run(name: str) -> list[str]:
+    """Return the options that a run stands for: its settings, and its trained model. Raises UserError without one."""
+    return ["--config", f"{name}/config.yaml", "--policy.model", trained_model(Path(name), name)]
+
+
+def trained_model(folder: Path, start: str) -> str:
+    """Return the model that a run has trained. Raises UserError, which begins with `start`, without one."""
+    trained = (folder / "model" / "config.json").is_file()
+    refuse(not trained, f"{start}: the run has no trained model yet: give a model, or a run that is finished")
+    return str(folder / "model")
 
 
 @contextmanager
@@ -100,7 +117,7 @@ def _adapters(peft: Any) -> Settings:
 def _data(data: Any, held_out: str) -> Settings:
     """Return the section `data`. A dictionary is the section itself, or the columns of the rows if one is `prompt`.
     `held_out` begins the names of the settings: `eval_` for held-out rows."""
-    if _is_splits(data):
+    if type(data).__name__ == "DatasetDict":
         names, usual = list(data), "test" if held_out else "train"
         return {f"{held_out}path": data[usual if usual in names else names[0]] if names else []}
     if isinstance(data, Mapping) and "prompt" not in data:
@@ -111,10 +128,6 @@ def _data(data: Any, held_out: str) -> Settings:
         f"data is {_kind(data)}: give a file, folder, hub name, list of dictionaries, DataFrame or datasets.Dataset",
     )
     return {f"{held_out}path": rows}
-
-
-def _is_splits(data: Any) -> bool:
-    return type(data).__name__ == "DatasetDict"
 
 
 def _as_settings(value: Any, place: str) -> Any:
@@ -138,7 +151,7 @@ def _rows(data: Any, place: str) -> Any:
         return os.fspath(data)
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "DataFrame":
         return _table("from_pandas", data, place, preserve_index=False)
-    if isinstance(data, Mapping) and not _is_splits(data):
+    if isinstance(data, Mapping) and kind.__name__ != "DatasetDict":
         return _table("from_dict", dict(data), place)
     return list(data) if isinstance(data, tuple) else data
 

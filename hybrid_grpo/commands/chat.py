@@ -16,8 +16,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_grpo.commands.arguments import is_run, options_of_run
 from hybrid_grpo.commands.configs import ChatConfig
-from hybrid_grpo.commands.run_argument import is_run, options_of_run
 from hybrid_grpo.config.checks import check_policy
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse, reader_may_leave
@@ -94,7 +94,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
         f" {max(1, positions // 2)} or lower",
     )
     history = ChatHistory(config.data, tokenizer, positions - rollout.max_completion_tokens, sampler.album)
-    history.system = config.data.system_prompt if config.chat.system is None else config.chat.system
+    history.instruct(config.data.system_prompt if config.chat.system is None else config.chat.system)
     # A mistake in the template or the system prompt is reported before the weights are read.
     if history.templated:
         history.prompt_ids("hello")
@@ -209,7 +209,7 @@ class _Terminal:
             case "/image", _ if rest:
                 talk.show(rest)
             case "/system", _:
-                talk.system = rest or None
+                talk.instruct(rest or None)
             case "/undo", "":
                 refuse(not talk.turns, "there is nothing to take back")
                 talk.turns.pop()

@@ -49,12 +49,8 @@ class ChatHistory:
         else:
             self._config = DataConfig(chat_template="never", max_prompt_tokens=room)
 
-    @property
-    def system(self) -> str | None:
-        return self._system
-
-    @system.setter
-    def system(self, text: str | None) -> None:
+    def instruct(self, text: str | None) -> None:
+        """Set the system prompt. Raises UserError without a chat template."""
         refuse(
             text is not None and not self.templated,
             "a system prompt (chat.system) needs a chat template, and this model continues plain text: leave it out",
@@ -99,7 +95,7 @@ class ChatHistory:
     def _prompt(self, turns: list[tuple[Content, str]], message: Content) -> str | list[Message]:
         if not self.templated:
             return "\n".join([*(f"{said}{answer}" for said, answer in turns), str(message)])
-        chat: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        chat: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
         for said, answer in turns:
             chat += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return [*chat, {"role": "user", "content": message}]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from hybrid_grpo.commands.arguments import is_run, trained_model
 from hybrid_grpo.commands.configs import EvaluateConfig
-from hybrid_grpo.commands.run_argument import is_run
 from hybrid_grpo.config.checks import check_held_out, check_output, check_policy
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
@@ -150,22 +150,14 @@ def _model_of(name: str) -> str:
     from hybrid_grpo.model.loading import load_config
 
     folder = Path(name).parent if Path(name).name == "config.yaml" else Path(name)
-    is_run = (folder / "metrics.jsonl").is_file()
-    refuse(
-        is_run and not (folder / "model" / "config.json").is_file(),
-        f"eval.against {name}: the run has no trained model yet: give a model, or a run that is finished",
-    )
-    model = str(folder / "model") if is_run else name
+    model = trained_model(folder, f"eval.against {name}") if (folder / "metrics.jsonl").is_file() else name
     load_config(model, "eval.against")
     return model
 
 
 def _facts(measured: Measured) -> dict[str, Any]:
-    return {"model": measured.model, **measured.values, "intervals": _intervals(measured)}
-
-
-def _intervals(measured: Measured) -> dict[str, list[float] | None]:
-    """Return 95 % intervals of the metrics that are means over prompts; None for a metric that no prompt has."""
+    """Return the model and its numbers, and 95 % intervals of those that are means over prompts; None for one that no
+    prompt has."""
     from hybrid_grpo.records.metrics.statistics import interval, share_interval
 
     bounds: dict[str, list[float] | None] = {}
@@ -173,7 +165,7 @@ def _intervals(measured: Measured) -> dict[str, list[float] | None]:
         values = [value for value in of_prompts.values() if not math.isnan(value)]
         of_mean = interval if name.endswith("/reward_mean") else share_interval
         bounds[name] = _plain(*of_mean(values)) if values else None
-    return bounds
+    return {"model": measured.model, **measured.values, "intervals": bounds}
 
 
 def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:

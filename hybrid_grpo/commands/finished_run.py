@@ -14,13 +14,13 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.files import flattened
 from hybrid_grpo.records.json_lines import read_jsonl
+from hybrid_grpo.watch.settings import OF_EVERY_RUN
 
 if TYPE_CHECKING:
     import pandas
 
 _SHOWN = ("reward/mean", "sft/loss", "completion/length_mean", "policy/entropy", "policy/kl")
 """Metrics that a run shows of itself, besides accuracies."""
-_OF_THE_RUN = ("run.name", "run.dir")
 _ROWS = 6
 
 
@@ -72,11 +72,11 @@ class FinishedRun:
 
         runs = [self, *others]
         settings = [run.settings for run in runs]
-        names = [name for name in dict.fromkeys(key for each in settings for key in each) if name not in _OF_THE_RUN]
+        names = [name for name in dict.fromkeys(key for each in settings for key in each) if name not in OF_EVERY_RUN]
         both = {name: [each.get(name) for each in settings] for name in names}
         rows = {name: values for name, values in both.items() if any(value != values[0] for value in values)}
         last = [_last(read_jsonl(run.folder / "metrics.jsonl")) for run in runs]
-        metrics = dict.fromkeys(name for each in last for name in each if name in _SHOWN or name.endswith("/accuracy"))
+        metrics = dict.fromkeys(name for each in last for name in each)
         rows |= {name: [each.get(name) for each in last] for name in metrics}
         columns = [run.folder.name if run.folder.parent == self.folder.parent else str(run.folder) for run in runs]
         return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
@@ -86,7 +86,7 @@ class FinishedRun:
         from hybrid_grpo.records.publishing.curves import draw_curves
 
         lines = read_jsonl(self.folder / "metrics.jsonl")
-        names = [name for name in _last(lines) if name in _SHOWN or name.endswith("/accuracy")]
+        names = list(_last(lines))
         every = max(1, -(-(len(lines) - 1) // (_ROWS - 1)))
         head = "".join(f"<th>{escape(name)}</th>" for name in ("step", *names))
         body = "".join(
@@ -98,7 +98,9 @@ class FinishedRun:
 
 
 def _last(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: value for line in lines for name, value in line.items() if value is not None}
+    """Return the last values of the metrics that are shown."""
+    found = {name: value for line in lines for name, value in line.items() if value is not None}
+    return {name: value for name, value in found.items() if name in _SHOWN or name.endswith("/accuracy")}
 
 
 def _text(value: Any) -> str:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
+from hybrid_grpo.commands.arguments import is_run, options_of_run
 from hybrid_grpo.commands.configs import GenerateConfig
-from hybrid_grpo.commands.run_argument import is_run, options_of_run
 from hybrid_grpo.config.checks import check_output, check_policy
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse, reader_may_leave

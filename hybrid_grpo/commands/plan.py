@@ -28,6 +28,8 @@ def run(arguments: list[str]) -> None:
     ranks = config.plan.world_size or int(os.environ.get("WORLD_SIZE", "1"))
     data = config.data
     plan = (_of_recipe if data.path or data.task or data.mixture else _of_shapes)(config, ranks)
+    if plan is None:
+        raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
 
     from hybrid_grpo.commands.memory.shortage import shortage
     from hybrid_grpo.distributed.ranks import rank
@@ -44,7 +46,7 @@ def run(arguments: list[str]) -> None:
         raise SystemExit(status)
 
 
-def _of_recipe(config: PlanConfig, ranks: int) -> Plan:
+def _of_recipe(config: PlanConfig, ranks: int) -> Plan | None:
     """Return the plan of a run whose inputs can be read: data, tokenizer and rewards. Raises UserError."""
     batch = check_train(config, ranks)
 
@@ -56,10 +58,10 @@ def _of_recipe(config: PlanConfig, ranks: int) -> Plan:
     inputs = read_inputs(config)
     make_features(config, batch, inputs)  # refuses what does not fit them
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    return _made(planned_memory(config, batch, inputs, hardware), config)
+    return planned_memory(config, batch, inputs, hardware)
 
 
-def _of_shapes(config: PlanConfig, ranks: int) -> Plan:
+def _of_shapes(config: PlanConfig, ranks: int) -> Plan | None:
     """Return the plan for prompts of data.max_prompt_tokens, from the model's configuration. Raises UserError."""
     batch = check_shapes(config, ranks)
 
@@ -74,13 +76,7 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan:
     model_config = known_config(name) or load_config(name)
     check_lora(config.lora, model_config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(engine.start(), config.policy.dtype)
-    return _made(estimate(config, batch, config.data.max_prompt_tokens, hardware, model_config=model_config), config)
-
-
-def _made(plan: Plan | None, config: PlanConfig) -> Plan:
-    if plan is None:
-        raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
-    return plan
+    return estimate(config, batch, config.data.max_prompt_tokens, hardware, model_config=model_config)
 
 
 def lines(plan: Plan) -> list[str]:

@@ -36,7 +36,8 @@ def run(arguments: list[str]) -> None:
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"{folder} is not the folder of a run: it has no metrics.jsonl")
     if "--text" in arguments:
-        print(summary_text(folder))
+        lines = _lines(TrainedRun(folder, folder / "model"))
+        print("\n".join(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..." for line in lines))
         return
 
     from hybrid_grpo.watch.frozen import write_report
@@ -44,13 +45,8 @@ def run(arguments: list[str]) -> None:
     print(write_report(folder))
 
 
-def summary_text(folder: Path) -> str:
-    """Return the summary of a run, finished or not. Raises UserError if `folder` is not the folder of a run."""
-    run = TrainedRun(folder, folder / "model")
-    return "\n".join(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..." for line in _lines(run))
-
-
 def _lines(run: TrainedRun) -> Iterator[str]:
+    """Yield the summary of a run, finished or not."""
     command, method, cls = run.stage
     lines = read_jsonl(run.folder / "metrics.jsonl")
     done, steps = (lines[-1]["step"] if lines else 0), run.settings.get("run", {}).get("steps")

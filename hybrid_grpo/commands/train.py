@@ -39,45 +39,39 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     config = parsed.config
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
     with Doing(IMPORTING) as doing:
-        return _train(parsed, plan, doing)
+        from hybrid_grpo import engine
+        from hybrid_grpo.commands.memory.shortage import shortage
+        from hybrid_grpo.commands.verification import verified
+        from hybrid_grpo.distributed.hardware import of_device
+        from hybrid_grpo.run.feature import make_features
+        from hybrid_grpo.run.folder import say
+        from hybrid_grpo.run.training import TrainingRun
+        from hybrid_grpo.watch.frozen import write_report
 
-
-def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
-    config = parsed.config
-
-    from hybrid_grpo import engine
-    from hybrid_grpo.commands.memory.shortage import shortage
-    from hybrid_grpo.commands.verification import verified
-    from hybrid_grpo.distributed.hardware import of_device
-    from hybrid_grpo.run.feature import make_features
-    from hybrid_grpo.run.folder import say
-    from hybrid_grpo.run.training import TrainingRun
-    from hybrid_grpo.watch.frozen import write_report
-
-    device = engine.start(config.engine.timeout_minutes)
-    doing("reading the data")
-    inputs = read_inputs(config)
-    features = make_features(config, plan, inputs)
-    doing("estimating the memory that a step needs")
-    memory = planned_memory(config, plan, inputs, of_device(device))
-    warning = shortage(memory) if memory else None
-    facts = _facts(config, plan, inputs, memory, device)
-    for feature in features:
-        facts |= feature.facts
-    training = TrainingRun(parsed, facts, device, inputs.fingerprints(config))
-    if training.finished:
+        device = engine.start(config.engine.timeout_minutes)
+        doing("reading the data")
+        inputs = read_inputs(config)
+        features = make_features(config, plan, inputs)
+        doing("estimating the memory that a step needs")
+        memory = planned_memory(config, plan, inputs, of_device(device))
+        warning = shortage(memory) if memory else None
+        facts = _facts(config, plan, inputs, memory, device)
+        for feature in features:
+            facts |= feature.facts
+        training = TrainingRun(parsed, facts, device, inputs.fingerprints(config))
+        if training.finished:
+            return training.folder
+        if warning:
+            say(f"WARNING: it may not fit: {warning}")
+        doing("loading the model")
+        trainer = make_trainer(config, plan, inputs, features, device, memory, training.services)
+        say(f"weights: {verified(trainer.policy)}")
+        if experts := trainer.policy.experts:
+            say(f"experts: {experts}")
+        doing.end()
+        training.train(trainer, write_report)
+        say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
         return training.folder
-    if warning:
-        say(f"WARNING: it may not fit: {warning}")
-    doing("loading the model")
-    trainer = make_trainer(config, plan, inputs, features, device, memory, training.services)
-    say(f"weights: {verified(trainer.policy)}")
-    if experts := trainer.policy.experts:
-        say(f"experts: {experts}")
-    doing.end()
-    training.train(trainer, write_report)
-    say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
-    return training.folder
 
 
 def _facts(

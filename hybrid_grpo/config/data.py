@@ -54,8 +54,8 @@ class DataConfig:
     Python also a dataset or a list of rows."""
     task: Annotated[Text | None, About(usual=1, in_eval=2, unused_by="chat", rank=5)] = None
     """Ready-made source, prompts and rewards: gsm8k, math, multiple_choice, code, letters, human_eval,
-    `bfcl/CATEGORY`, a generator of reasoning-gym as `gym/NAME` or `gym/NAME,option=value,...`, or your own as
-    `path/to/file.py:name`. Every one of its settings can be overridden."""
+    `bfcl/CATEGORY`, a generator of reasoning-gym as `gym/NAME` or `gym/NAME,option=value,...`, a taskset of verifiers
+    likewise as `verifiers/ID`, or your own as `path/to/file.py:name`. All of its settings can be overridden."""
     subset: Annotated[Text | None, About(unused_by="chat")] = None
     """Configuration name of a hub dataset."""
     split: Annotated[Text, About(unused_by="eval chat")] = "train"

@@ -3,6 +3,7 @@
 The recipe of a ready-made task is a YAML file in `data/tasks/`, next to the functions that read its rows.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,16 +12,16 @@ from typing import Any
 from hybrid_grpo.config.building import used_part
 from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import did_you_mean, refuse, type_of
-from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
+from hybrid_grpo.config.recipes import Settings, overlay, read_recipe, read_value
 from hybrid_grpo.config.types import fields_of
 from hybrid_grpo.config.user_code import functions_of, import_place
 
 Row = dict[str, Any]
 
 _RECIPES = Path(__file__).parents[1] / "data" / "tasks"
-GYM, BFCL = "gym/", "bfcl/"
-"""Begin the names of tasks of reasoning-gym, and of those of the Berkeley Function Calling Leaderboard."""
-READY_MADE = sorted(path.stem for path in _RECIPES.glob("*.yaml") if f"{path.stem}/" not in (GYM, BFCL))
+FAMILIES = GYM, BFCL, VERIFIERS = "gym/", "bfcl/", "verifiers/"
+"""Begin the names of tasks of reasoning-gym, of the Berkeley Function Calling Leaderboard, and of verifiers."""
+READY_MADE = sorted(path.stem for path in _RECIPES.glob("*.yaml") if f"{path.stem}/" not in FAMILIES)
 """Names of the other ready-made tasks."""
 
 _HELD_OUT = ("eval_path", "eval_split", "eval_limit")
@@ -47,9 +48,15 @@ def ready_made_settings(name: str) -> Settings:
     return read_recipe(_RECIPES / f"{name}.yaml")
 
 
+def with_options(name: str) -> tuple[str, dict[str, Any]]:
+    """Return what `gym/NAME,option=value,...` names, and the options; a value is read as YAML."""
+    found, *options = re.split(r",(?=[\w.]+=)", name.partition("/")[2])
+    return found, {option: read_value(value) for option, _, value in (option.partition("=") for option in options)}
+
+
 def task_settings(name: str, setting: str = "data.task") -> Mapping[str, Any]:
     """Return the settings of the task `name`, the value of `setting`. Raises UserError if there is no such task."""
-    if name.startswith((GYM, BFCL)):
+    if name.startswith(FAMILIES):
         return ready_made_settings(name.partition("/")[0])
     return ready_made_settings(name) if name in READY_MADE else own_task(name, setting).settings
 

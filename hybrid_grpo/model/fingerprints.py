@@ -43,7 +43,9 @@ def of_file(path: Path) -> str:
         if size <= _WHOLE_BYTES:
             seen.update(file.read())
         else:
-            start = _header(file.read(8), size) if path.suffix == ".safetensors" else 0
+            # Where the tensors of a safetensors file begin; 0 if it is not one.
+            start = 8 + struct.unpack("<Q", file.read(8))[0] if path.suffix == ".safetensors" else 0
+            start = start if start < size else 0
             header = file.read(start - 8) if start else b""
             seen.update(header)
             for offset in _offsets(header, start, size):
@@ -59,12 +61,6 @@ def of_texts(texts: Iterable[str]) -> str:
         encoded = text.encode(errors="surrogatepass")
         seen.update(b"%d " % len(encoded) + encoded)
     return seen.hexdigest()
-
-
-def _header(beginning: bytes, size: int) -> int:
-    """Offset at which the tensors of a safetensors file begin; 0 if it is not one."""
-    start = 8 + struct.unpack("<Q", beginning)[0]
-    return start if start < size else 0
 
 
 def _offsets(header: bytes, start: int, size: int) -> list[int]:

@@ -97,7 +97,15 @@ class RunFolder:
         with one_line(self.path):
             if is_damaged and (metrics := self.path / "metrics.jsonl").is_file():
                 say(f"WARNING: {metrics}: it is damaged; it is kept as {set_aside(metrics).name}")
-            head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**_provenance(), **facts}.items())
+            versions = [f"python {platform.python_version()}", *(f"{p} {_version(p)}" for p in _PACKAGES)]
+            own = {
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "versions": ", ".join(versions),
+                "git commit": _git_commit(),
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores",
+                "ranks": str(world_size()),
+            }
+            head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**own, **facts}.items())
             replace_text(self.path / "config.yaml", head + config_yaml)
             keep_code(load_yaml(config_yaml), self.path)
             replace_text(self.path / "metrics.jsonl", "".join(lines))
@@ -116,16 +124,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # its sources are on the path
         return "not installed"
-
-
-def _provenance() -> dict[str, str]:
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {_version(p)}" for p in _PACKAGES)]),
-        "git commit": _git_commit(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores",
-        "ranks": str(world_size()),
-    }
 
 
 def _git_commit() -> str:

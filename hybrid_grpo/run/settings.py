@@ -59,7 +59,9 @@ def is_free(setting: str, config: ModelRunConfig, each: list[dict[str, Any]]) ->
     run, of now and of the checkpoint, since what alarms do in either of them binds the settings of alarms."""
     if setting.startswith("alarms.") and any(_acts(settings.get(setting)) for settings in each):
         return False
-    if setting in _OF_ROLL_BACKS and any(_rolls_back(settings) for settings in each):
+    alarms = [value for settings in each for name, value in settings.items() if name.startswith("alarms.")]
+    rolls_back = any(settings.get("guard.non_finite") == "roll_back" for settings in each)
+    if setting in _OF_ROLL_BACKS and (rolls_back or any(_acts(alarm, ("roll_back",)) for alarm in alarms)):
         return False
     if setting == "run.steps" and config.policy.lr_schedule != "constant":
         return False  # the schedule ends with the last step
@@ -70,11 +72,6 @@ def _acts(alarm: Any, actions: tuple[str, ...] = ("skip", "roll_back")) -> bool:
     if not isinstance(alarm, dict):
         return False
     return alarm.get("action") in actions or any(_acts(one, actions) for one in alarm.values())
-
-
-def _rolls_back(settings: dict[str, Any]) -> bool:
-    alarms = (value for name, value in settings.items() if name.startswith("alarms."))
-    return settings.get("guard.non_finite") == "roll_back" or any(_acts(alarm, ("roll_back",)) for alarm in alarms)
 
 
 def _short(value: Any) -> str:

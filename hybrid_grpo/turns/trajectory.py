@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from hybrid_grpo.data.batch import Numbers, Rollout
-from hybrid_grpo.data.completion import Called, Completion, Message, Prompt
+from hybrid_grpo.data.completion import Called, Message, Prompt
 from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.turns.calls import Turn
@@ -94,13 +94,6 @@ class Seconds:
         ended, self._ended = self._ended, []
         took = {name: [seconds for of, seconds in ended if of == name] for name in names}
         return {f"{name}/seconds": (sum(of) / max(len(of), 1), len(of)) for name, of in took.items()}
-
-
-def call_numbers(name: str, completions: Sequence[Completion]) -> Numbers:
-    """Return metrics of the calls of this name in completions: their number, and the share of them that failed."""
-    failed = [has_failed for c in completions for called, has_failed in c.calls if called == name]
-    calls = len(failed)
-    return {f"{name}/calls": (calls, 1), f"{name}/failed_frac": (sum(failed) / max(calls, 1), calls)}
 
 
 class Partner(Protocol):

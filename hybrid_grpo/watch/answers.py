@@ -21,11 +21,20 @@ from hybrid_grpo.records.files import TRACE_FILE, json_safe
 from hybrid_grpo.records.metrics.catalogue import describe, find
 from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.rollouts import ORDERS, Query, group_of, line_number, read_rewards, read_row, rivals, search
+from hybrid_grpo.watch.metrics_file import first_step, read_step
+from hybrid_grpo.watch.rollouts import (
+    ORDERS,
+    Query,
+    group_of,
+    line_number,
+    read_rewards,
+    read_row,
+    read_tokens,
+    rivals,
+    search,
+)
 from hybrid_grpo.watch.settings import compared
 from hybrid_grpo.watch.table import Table
-from hybrid_grpo.watch.tokens import read_tokens
-from hybrid_grpo.watch.trace_file import first_step, read_step
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _READ_S = 0.25
@@ -83,7 +92,13 @@ class Answers:
         charts += [_lone_chart(name) for name in sorted(known) if name not in drawn]
         heard = frozenset(name for run in runs for name in run.table.heard())
         shown: list[str] = []
-        return [_chart(chart, _why_folded(chart, heard, shown, runs)) for chart in charts]
+        bands = {
+            chart.band: {"name": chart.band, "meaning": describe(chart.band).meaning} for chart in charts if chart.band
+        }
+        return [
+            {**asdict(chart), "folded": _why_folded(chart, heard, shown, runs), "band": bands.get(chart.band or "")}
+            for chart in charts
+        ]
 
     def curves(self, given: QueryParams) -> Any:
         """Return the curves of metrics (parameter `name`, repeated), by run and name: their points in a range of an
@@ -229,14 +244,6 @@ def _why_folded(chart: Chart, heard: frozenset[str], shown: list[str], runs: Seq
         return "The same numbers as above"
     shown += names
     return ""
-
-
-def _chart(chart: Chart, folded: str) -> dict[str, Any]:
-    return {
-        **asdict(chart),
-        "folded": folded,
-        "band": {"name": chart.band, "meaning": describe(chart.band).meaning} if chart.band else None,
-    }
 
 
 def _alarms(run: WatchedRun) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ import base64
 import html
 import json
 import re
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -23,8 +22,14 @@ from hybrid_grpo.records.json_lines import Record
 from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.rollouts import line_number, read_rewards, read_row, rivals, summarize
-from hybrid_grpo.watch.tokens import read_tokens
+from hybrid_grpo.watch.rollouts import (
+    line_number,
+    read_rewards,
+    read_row,
+    read_tokens,
+    rivals,
+    summarize,
+)
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
@@ -45,7 +50,7 @@ def write_report(folder: Path) -> Path:
     folders = Folders([folder])
     run = next(iter(folders.runs.values())) if (folder / "metrics.jsonl").is_file() else None
     if run is not None:
-        _read_all(run)
+        run.refresh(_READ_S)
     if run is None or not run.table.rows:
         raise UserError(f"{folder} has no metrics.jsonl with a step in it: give the folder of a run")
     path = folder / "report.html"
@@ -56,14 +61,6 @@ def write_report(folder: Path) -> Path:
         problem = f"{error.filename or path} cannot be written: {error.strerror}: remove what is in its place, make"
         raise UserError(f"{problem} room, or print a summary with hybrid-grpo report {folder} --text") from None
     return path
-
-
-def _read_all(run: WatchedRun) -> None:
-    """Read the run's metrics, as far as time permits."""
-    start = time.monotonic()
-    run.refresh(0.5)
-    while run.numbers.share_read < 1 and time.monotonic() - start < _READ_S:
-        run.refresh(0.5)
 
 
 def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
@@ -185,7 +182,9 @@ def _in_one_file(name: str, frozen: dict[str, Any]) -> str:
     """Return the page with everything that it loads. Its modules become entries of an import map, by their names."""
     # Escaped, so that no text of a run can close the script element.
     data = json.dumps(json_safe(frozen), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    modules = {path.name: _module(path) for path in sorted(_PAGE.glob("*.js")) if path.name != "theme.js"}
+    files = [path.name for path in sorted(_PAGE.glob("*.js")) if path.name != "theme.js"]
+    texts = {name: re.sub(r'from "\./([^"]+)"', r'from "\1"', _read(name)).encode() for name in files}
+    modules = {file: f"data:text/javascript;base64,{base64.b64encode(text).decode()}" for file, text in texts.items()}
     styles = "\n".join(_read(file) for file in ("uplot/uplot.css", "style.css"))
     scripts = [_read("theme.js"), f"/*!\n{_read('uplot/LICENSE')}*/\n{_read('uplot/uplot.js')}"]
     head = [
@@ -200,11 +199,6 @@ def _in_one_file(name: str, frozen: dict[str, Any]) -> str:
     page = page.replace("<title>Runs", f"<title>{html.escape(name)}").replace("<html ", "<html data-frozen ")
     before, after = page.split("</head>")
     return "\n".join([before.rstrip(), *head, "</head>" + after])
-
-
-def _module(path: Path) -> str:
-    text = re.sub(r'from "\./([^"]+)"', r'from "\1"', path.read_text(encoding="utf-8"))
-    return "data:text/javascript;base64," + base64.b64encode(text.encode()).decode()
 
 
 def _read(name: str) -> str:

@@ -9,7 +9,7 @@ from hybrid_grpo.config.building import to_dict
 from hybrid_grpo.config.composition import about
 from hybrid_grpo.records.files import as_json, flattened
 
-_OF_EVERY_RUN = ("run.name", "run.dir")
+OF_EVERY_RUN = ("run.name", "run.dir")
 """Settings that differ by nature and are not compared."""
 _LONGEST_VALUE = 1000
 
@@ -25,7 +25,7 @@ def compared(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     def entry(name: str) -> dict[str, Any]:
         values, default = {run: of.get(name) for run, of in texts.items()}, defaults.get(name)
-        is_compared = name not in _OF_EVERY_RUN
+        is_compared = name not in OF_EVERY_RUN
         return {
             "name": name, "values": values, "default": default,
             "differ": is_compared and len(set(values.values())) > 1,

@@ -6,8 +6,8 @@ import yaml
 from hybrid_grpo.__main__ import main
 from hybrid_grpo.commands import eval as evaluation
 from hybrid_grpo.commands import generate
+from hybrid_grpo.commands.arguments import options_of_run
 from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig
-from hybrid_grpo.commands.run_argument import options_of_run
 from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.kept_code import keep_code

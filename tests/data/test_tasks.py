@@ -1,8 +1,12 @@
 """Ready-made tasks: their rows, prompts and rewards, and how they become settings."""
 
+import asyncio
 import json
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import forks
 import pytest
@@ -20,7 +24,8 @@ from hybrid_grpo.config.tasks import task_settings
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source, read_rows, training_source
-from hybrid_grpo.data.tasks import TASKS
+from hybrid_grpo.data.tasks import TASKS, load_task
+from hybrid_grpo.data.tasks.verifiers import play
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
 
@@ -292,3 +297,23 @@ def test_a_run_of_a_task_starts_and_steps(task, model, tmp_path):
     stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     own = task_settings(task)["rewards"]
     assert stored["data"]["task"] == task and [r["function"] for r in stored["rewards"]] == [r["function"] for r in own]
+
+
+def test_a_taskset_of_verifiers_is_a_task_that_its_environment_plays(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers.v1.utils.loaders", None)
+    with pytest.raises(UserError, match=r"pip install 'verifiers>=0.4,<0.5' uv"):
+        load_task("verifiers/a")
+    tasks = [Mock(data=Mock(prompt_text=k), with_data=lambda idx, k=k: Mock(key=f"key {k}")) for k in range(40)]
+    traces = [Mock(reward=0.25, agent=Mock(trainable=trains)) for trains in (True, False, True)]
+    episode = AsyncMock(return_value=Mock(ok=True, traces=traces))
+    env = Mock(taskset=tasks, serving=nullcontext, run_episode=episode)
+    loaders = Mock(load_environment=lambda config: env.configure_mock(config=config) or env, resolve_env_config=dict)
+    monkeypatch.setitem(sys.modules, "verifiers.v1.utils.loaders", loaders)
+    monkeypatch.setitem(sys.modules, "verifiers.v1.clients", Mock())
+    name = "verifiers/a,n=2,agent.runtime.type=subprocess"
+    assert settings("--data.task", name).rollout.agent.endswith("verifiers:play")
+    train, held_out = ([row["index"] for row in load_task(name).made(part)] for part in (False, True))
+    assert env.config == {"taskset": {"id": "a", "n": 2}, "agent": {"runtime": {"type": "subprocess"}}}
+    assert sorted(train + held_out) == [*range(40)] and 0 < len(held_out) < len(train)
+    client = Mock(models=Mock(list=AsyncMock(return_value=Mock(data=[Mock(root="folder")]))))
+    assert asyncio.run(play({"task": name, "index": 7}, client)) == 0.5 and episode.call_args[0][0] is tasks[7]

@@ -5,7 +5,7 @@ import pytest
 from hybrid_grpo.records import json_lines
 from hybrid_grpo.records.sinks import JsonlSink
 from hybrid_grpo.watch import metrics_file
-from hybrid_grpo.watch.metrics_file import MetricsFile, last_row
+from hybrid_grpo.watch.metrics_file import MetricsFile, first_step, last_row, read_step
 
 
 def line(step, **values):
@@ -95,3 +95,19 @@ def test_a_file_without_a_step_has_no_last_row(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_bytes(content)
     assert last_row(tmp_path / "metrics.jsonl") is None
     assert last_row(tmp_path / "none.jsonl") is None
+
+
+def test_any_trace_is_found_without_reading_the_others(tmp_path):
+    """Also among damaged lines, and the one before where a step has none."""
+    path = tmp_path / "details.jsonl"
+    there = [step for step in range(2, 300) if step % 10]
+    text = "".join(line(step, words="x" * (step % 7 * 50)) + ("damaged\n" if step % 4 else "") for step in there)
+    path.write_text(text + line(300)[:9])
+    for step in range(310):
+        wanted = max((other for other in there if other <= step), default=None)
+        found = read_step(path, step)
+        assert (found and found["step"]) == wanted
+    newest = read_step(path, None)
+    assert (newest["step"], newest["words"], first_step(path)) == (299, "x" * 250, 2)
+    gone = tmp_path / "gone.jsonl"
+    assert (read_step(gone, 1), read_step(gone, None), first_step(gone)) == (None, None, None)

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybrid_grpo.watch.tokens import read_tokens
+from hybrid_grpo.watch.rollouts import read_tokens
 
 LOGP = np.array([-0.1, -2.3456789, -1e-7], np.float32)
 

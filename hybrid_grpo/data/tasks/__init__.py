@@ -7,11 +7,12 @@ from collections.abc import Callable
 from itertools import islice
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.tasks import BFCL, GYM, Row, TaskRecipe, column, own_task, ready_made_settings, text
+from hybrid_grpo.config.tasks import BFCL, GYM, VERIFIERS, Row, TaskRecipe, column, own_task, ready_made_settings, text
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.tasks import datasets, evaluation_sets, puzzles
 from hybrid_grpo.data.tasks.evaluation_sets import bfcl_task
 from hybrid_grpo.data.tasks.gym import gym_task
+from hybrid_grpo.data.tasks.verifiers import verifiers_task
 
 __all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "row_reader", "text"]
 
@@ -25,10 +26,11 @@ TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.
 
 
 def load_task(name: str) -> TaskRecipe:
-    """Load a built-in task, one of reasoning-gym (see `gym_task`) or BFCL (see `bfcl_task`), or the user's own:
-    `path/to/file.py:name` or `package.module:name` (see `own_task`)."""
-    if name.startswith((GYM, BFCL)):
-        return gym_task(name) if name.startswith(GYM) else bfcl_task(name)
+    """Load a built-in task, one of reasoning-gym (see `gym_task`), BFCL (see `bfcl_task`) or verifiers (see
+    `verifiers_task`), or the user's own: `path/to/file.py:name` or `package.module:name` (see `own_task`)."""
+    for family, load in (GYM, gym_task), (BFCL, bfcl_task), (VERIFIERS, verifiers_task):
+        if name.startswith(family):
+            return load(name)
     return TASKS[name] if name in TASKS else own_task(name)
 
 

@@ -1,15 +1,12 @@
 """Tasks of reasoning-gym (arXiv:2505.24760), `gym/NAME`: problems of its generators, which check answers."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
-import yaml
-
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.config.tasks import GYM, Row, TaskRecipe, ready_made_settings
+from hybrid_grpo.config.tasks import Row, TaskRecipe, ready_made_settings, with_options
 from hybrid_grpo.data.tasks.puzzles import is_held_out
 
 _PROBLEMS = 20_000
@@ -24,11 +21,10 @@ def gym_task(name: str) -> TaskRecipe:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise UserError(f"data.task {name} needs reasoning-gym: pip install 'hybrid_grpo[gym]' ({error})") from error
-    generator, *options = re.split(r",(?=\w+=)", name.removeprefix(GYM))
+    generator, given = with_options(name)
     generators = sorted(DATASETS.keys() - {"composite"})
     why = f"reasoning-gym has no generator {generator}: {did_you_mean(generator, generators)}"
     refuse(generator not in generators, f"data.task {name}: {why}")
-    given = {option: yaml.safe_load(value) for option, _, value in (option.partition("=") for option in options)}
     known = [each.name for each in fields(DATASETS[generator][1]) if each.name not in ("seed", "size")]
     for option in given:
         why = f"{generator} has no option {option}: {did_you_mean(option, known)}"

@@ -100,8 +100,8 @@ class TrainedRun:
     def facts(self) -> dict[str, str]:
         """The comments at the head of config.yaml, by name, without secrets and local folders."""
         text = (self.folder / "config.yaml").read_text(encoding="utf-8")
-        for was, shown in _changed(self.settings):
-            text = text.replace(was, shown)
+        for was in sorted(set(_texts(self.settings)), key=len, reverse=True):
+            text = text.replace(was, publishable(was)) if publishable(was) != was else text
         return dict(re.findall(r"^# ([\w ]+): (.+)$", publishable_text(text), re.MULTILINE))
 
     @property
@@ -224,12 +224,6 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
         ranks=int(run.facts.get("ranks", "1")),
     )
     path.write_text(f"{card}\n", encoding="utf-8")
-
-
-def _changed(value: Any) -> Iterator[tuple[str, str]]:
-    """Return the texts in settings that must not be published, each with its replacement; the longest first."""
-    texts = {text: publishable(text) for text in _texts(value)}
-    return iter(sorted(((a, b) for a, b in texts.items() if a != b), key=lambda pair: -len(pair[0])))
 
 
 def _texts(value: Any) -> Iterator[str]:

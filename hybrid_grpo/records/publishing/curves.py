@@ -44,8 +44,11 @@ def draw_curves(lines: list[Line]) -> str | None:
 def _panel(chart: Chart, lines: list[Line], steps: Column) -> dict[str, Any]:
     """Return a chart with its curves as points in pixels; empty if no curve has two values or all values equal."""
     columns = [(curve, np.array([line.get(curve.name) for line in lines], np.float64)) for curve in chart.curves]
-    drawn = [(curve.label, _thinned(steps, column, curve.noisy)) for curve, column in columns]
-    drawn = [(label, points) for label, points in drawn if len(points[1]) > 1]
+    drawn: list[tuple[str, Points]] = []
+    for curve, column in columns:
+        x, y = present(steps, np.where(np.isfinite(column), column, np.nan))
+        points = thin((x, smooth(y, 2 * len(y) // _MOST_POINTS) if curve.noisy else y), _MOST_POINTS)
+        drawn += [(curve.label, points)] if len(y) > 1 else []
     if chart.compared:  # each curve from its lowest value to its highest
         drawn = [(label, (x, (y - y.min()) / (np.ptp(y) or 1.0))) for label, (x, y) in drawn]
     values = np.concatenate([y for _, (_, y) in drawn] or [np.zeros(1)])
@@ -63,9 +66,3 @@ def _panel(chart: Chart, lines: list[Line], steps: Column) -> dict[str, Any]:
 
     curves = [{"label": label, "points": in_pixels(*points)} for label, points in drawn]
     return {"title": chart.title, "unit": chart.unit, "low": f"{low:.4g}", "high": f"{high:.4g}", "curves": curves}
-
-
-def _thinned(steps: Column, column: Column, noisy: bool) -> Points:
-    """Return the points of a curve, thinned; a long and noisy curve is smoothed first."""
-    x, y = present(steps, np.where(np.isfinite(column), column, np.nan))
-    return thin((x, smooth(y, 2 * len(y) // _MOST_POINTS) if noisy else y), _MOST_POINTS)

@@ -56,7 +56,8 @@ def _reference(gold: Any) -> str:
 def stated_answer(text: str, boxed_only: bool = False) -> str | None:
     """The final answer that a completion states, as text; None if it states none. See `math_answer`."""
     text = text.rpartition("</think>")[2]
-    finders = (_boxed,) if boxed_only else (_marked, _tagged, _phrased, _after_last_hashes)
+    tagged = next(reversed(_TAG.findall(text)), None)
+    finders = (_boxed,) if boxed_only else (_marked, lambda _: tagged, _phrased, _after_last_hashes)
     return next((found for find in finders if (found := find(text)) is not None), None)
 
 
@@ -164,10 +165,6 @@ def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
         if depth == 0:
             return text[box.end() : brace.start()].strip(), brace.end()
     return "", len(text)
-
-
-def _tagged(text: str) -> str | None:
-    return next(reversed(_TAG.findall(text)), None)
 
 
 def _phrased(text: str) -> str | None:

@@ -270,6 +270,9 @@ class RewardModel:
         return Reply(values, failures, {"cut_tokens": cut} if any(cut) else {})
 
 
+_held = functools.cache(RewardModel)
+
+
 def reward_model(
     prompts: list[PromptText],
     completions: Completions,
@@ -304,11 +307,6 @@ reward_model.batch_size = 32  # type: ignore[attr-defined]
 def held(kwargs: dict[str, Any]) -> RewardModel:
     """Return the model that `reward_model` uses with these settings; it is made once per process."""
     return _held(RewardModelSettings(**{**(reward_model.__kwdefaults__ or {}), **kwargs}))
-
-
-@functools.cache
-def _held(settings: RewardModelSettings) -> RewardModel:
-    return RewardModel(settings)
 
 
 def _find_config(name: str) -> Any:

@@ -48,10 +48,6 @@ def seen_chat(
 def text_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
     """Return the tokens of prompt and answer as one text. The tokenizer's special tokens are added unless the text
     already has them. Each message of a chat prompt becomes a line."""
-    text = (prompt if isinstance(prompt, str) else "".join(map(_line, prompt))) + answer
-    return text_ids(tokenizer, text, ended=True)
-
-
-def _line(message: Message) -> str:
-    content = message["content"]
-    return (joined(content) if isinstance(content, list) else str(content)) + "\n"
+    contents = [] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    lines = [f"{joined(content) if isinstance(content, list) else content}\n" for content in contents]
+    return text_ids(tokenizer, "".join([prompt] if isinstance(prompt, str) else lines) + answer, ended=True)

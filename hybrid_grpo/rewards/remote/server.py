@@ -44,7 +44,7 @@ def application(
     None, name this machine as their Host."""
     return Starlette(
         routes=[Route(path, _Endpoint(answer, config, token).post, methods=["POST"]), Route("/health", health)],
-        exception_handlers={HTTPException: _refusal, ClientDisconnect: nobody},
+        exception_handlers={HTTPException: refusal, ClientDisconnect: nobody},
     )
 
 
@@ -166,7 +166,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def _refusal(request: Request, error: Exception) -> Response:
+async def refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 

@@ -236,8 +236,9 @@ class Plan:
     def fixed(self) -> list[Part]:
         """Return the parts that are on the device all the time."""
         weights = 0 if self.hosted else self.dtype * self.n
+        fewer = f"{remedies.more_shards(self, 3)}, {remedies.HOSTED}"
         parts = [
-            Part("weights", weights // (self.ranks if self.stage == 3 else 1), remedies.fewer_weights(self)),
+            Part("weights", weights // (self.ranks if self.stage == 3 else 1), fewer),
             Part("second shard", int(weights * self.second), remedies.ONE_SHARD),
             self.reward_models(on_host=False),
             *self.feature_parts(on_host=False),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.run.memory.plan import Plan
 
 _ZERO = "engine.deepspeed.zero_optimization"
+HOSTED = f"{_ZERO}.offload_param.device cpu"
 ONE_SHARD = f"{_ZERO}.zero_hpz_partition_size 1"
 _SHORTEST = 64
 """Completions, in tokens, that are not proposed to become shorter."""
@@ -43,10 +44,6 @@ def more_shards(plan: Plan, stage: int) -> str:
     """Return what divides a part by more ranks, if it is divided from this ZeRO stage on."""
     # By default more ranks also have a higher stage.
     return "more ranks" if plan.stage >= stage or plan.config.engine.zero_stage is None else "engine.zero_stage 3"
-
-
-def fewer_weights(plan: Plan) -> str:
-    return f"{more_shards(plan, 3)}, {_ZERO}.offload_param.device cpu"
 
 
 def fewer_states(plan: Plan) -> str:

@@ -89,7 +89,7 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         self._admitted(request)
-        model = {"id": MODEL, "object": "model", "owned_by": "hybrid_grpo", "max_model_len": self._agents.context}
+        model = {"id": MODEL, "object": "model", "owned_by": "hybrid_grpo", **self._agents.model()}
         return JSONResponse({"object": "list", "data": [model]})
 
 

@@ -110,10 +110,10 @@ class Agents:
 
     # What the endpoint calls, on its own thread. Nothing here waits.
 
-    @property
-    def context(self) -> int:
-        """Maximum number of tokens of a history."""
-        return max((play.longest for play in [*self._of_key.values()]), default=0)
+    def model(self) -> dict[str, Any]:
+        """Return the maximum number of tokens of a history, and where the tokenizer is, in the words of vLLM."""
+        longest = max((play.longest for play in [*self._of_key.values()]), default=0)
+        return {"max_model_len": longest, "root": self._tokenizer.name_or_path}
 
     def admit(self, key: str) -> tuple[Play, str]:
         """Return the episode with this key, and the attempt that asks. Raises Refused if there is none."""

@@ -191,10 +191,6 @@ class Environments:
 
         instance.lease.ask(dict(request), finish)
 
-    def tools(self, trajectory: Trajectory) -> list[str]:
-        """Return the names of the methods that may be called in a completion."""
-        return self.kind(trajectory.prompt).tool_names if trajectory.prompt is not None else []
-
     def call(
         self, trajectory: Trajectory, call: ToolCall, done: Callable[[Observation | None, Failure | None], None]
     ) -> None:

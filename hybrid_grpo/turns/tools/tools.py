@@ -23,7 +23,7 @@ from hybrid_grpo.turns.environments.environments import Environments, Kind
 from hybrid_grpo.turns.observations import error_text
 from hybrid_grpo.turns.template import tool_message
 from hybrid_grpo.turns.tools.functions import ToolEntry
-from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory, call_numbers
+from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory
 
 UNKNOWN = "unknown"
 """Stands for the tool, in counts and messages, if a call names no known tool or cannot be read."""
@@ -91,7 +91,8 @@ class Tools:
         model reads, and with the failure, if the call failed."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
         environments = self._environments
-        methods = environments.tools(trajectory) if environments else []
+        prompt = trajectory.prompt
+        methods = environments.kind(prompt).tool_names if environments and prompt is not None else []
 
         def ended(said: Observation | None, failure: Failure | None) -> None:
             self._count(trajectory, call.name, said is None, time.perf_counter() - start_s)
@@ -124,7 +125,9 @@ class Tools:
         names = [f"tool/{name}" for name in (*self.names, UNKNOWN)]
         numbers = self.seconds.numbers(names)
         for name in names:
-            numbers |= call_numbers(name, rollout.completions)
+            failed = [has_failed for c in rollout.completions for called, has_failed in c.calls if called == name]
+            calls = len(failed)
+            numbers |= {f"{name}/calls": (calls, 1), f"{name}/failed_frac": (sum(failed) / max(calls, 1), calls)}
         return numbers
 
 
