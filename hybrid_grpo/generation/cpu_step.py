@@ -61,7 +61,7 @@ class CpuStep:
         base, head = text_of(model), model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
         self._deltas: list[_DeltaNet] = []
-        self._read: list[Tensor | None] = []
+        self._tensors: list[Tensor | None] = []
         """What the kernel reads: float32, as copies where the model is in bfloat16, whose matrices stay as they are."""
         attended = iter(zip(cache.keys, cache.values, cache.geometry.attention, strict=True))
         self._layers = (_Layer * len(base.layers))(
@@ -108,8 +108,8 @@ class CpuStep:
         return _Layer(*addresses, None, options.window, options.scale, options.softcap)
 
     def _at(self, *tensors: Tensor | None) -> list[int | None]:
-        self._read += [t.float() if t is not None and t.dim() == 1 else t for t in tensors]
-        return [None if tensor is None else tensor.data_ptr() for tensor in self._read[-len(tensors) :]]
+        self._tensors += [t.float() if t is not None and t.dim() == 1 else t for t in tensors]
+        return [None if tensor is None else tensor.data_ptr() for tensor in self._tensors[-len(tensors) :]]
 
     def _rope_of(self, positions: int) -> Tensor:
         """Return cosines and sines, [positions, 2 * rotated]."""

@@ -25,7 +25,7 @@ static inline void narrow(half *out, const float *x, int64_t n)
 /* Tiles of an input x[m][k]. */
 #define PACKS(m, k) (((m) + SIDE - 1) / SIDE * ((k) / (2 * SIDE)))
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && !defined(__clang__) /* which has no __builtin_shuffle */
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -93,7 +93,7 @@ static void tile_columns(float *out, const word *packed, const half *w, const fl
         _tile_stored(1, sums[0][1], 4 * SIDE);
         _tile_stored(2, sums[1][0], 4 * SIDE);
         _tile_stored(3, sums[1][1], 4 * SIDE);
-        for (int64_t b = 0; b < 4; b++) {
+        for (int64_t b = 0; b < 2 + 2 * two; b++) {
             const int64_t first = row + b / 2 * SIDE, column = b % 2 * SIDE;
             transpose(sums[b / 2][b % 2]);
             for (int64_t i = 0; i < SIDE && first + i < m; i++)
