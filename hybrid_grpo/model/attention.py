@@ -132,8 +132,8 @@ class Segments:
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         if self._paths is not None:
             k, v = (torch.cat([tensor, self._paths(tensor)]) for tensor in (k, v))
-        if q.device.type == "cpu" and q.element_size() <= 4 and usable(options.sinks):
-            out = SegmentAttention.apply(q.float(), k.float(), v.float(), *self._table, *options).to(q.dtype)
+        if usable(options.sinks) and (usable(q, k, v) or usable(q, k, v, dtype=torch.bfloat16)):
+            out = SegmentAttention.apply(q, k, v, *self._table, *options)
         elif has_ragged_kernel(q, options.softcap, options.sinks is not None):
             gathered, begins, longest = self._lengths
             keys, values = (k, v) if gathered is None else (gathered(k), gathered(v))

@@ -9,7 +9,7 @@ from hybrid_grpo.model.kernels.build import run
 
 
 class SegmentAttention(torch.autograd.Function):
-    """(query [N, heads, d], key and value [N, key_value_heads, d]) -> [N, heads, d].
+    """(query [N, heads, d], key and value [N, key_value_heads, d]) -> [N, heads, d], all in bfloat16 or float32.
 
     Args:
         segments_S4: int64; start and length of each segment, then of its prefix.
@@ -19,25 +19,24 @@ class SegmentAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-        segments_S4, longest, before, scale, window, softcap, sinks = args
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, segments_S4, longest, ctx.before, scale, window, softcap, sinks = args
+        query, key, value = (x.contiguous().float() for x in tensors)
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2])
         ctx.sizes = (len(segments_S4), longest, query.shape[1], key.shape[1], query.shape[2], window, scale, softcap)
-        ctx.before = before
         run("segment_attention", out, lse, query, key, value, sinks, segments_S4, *ctx.sizes)
-        ctx.save_for_backward(query, key, value, out, lse, segments_S4, sinks)
+        out = out.to(tensors[0].dtype)
+        ctx.save_for_backward(*tensors, out, lse, segments_S4, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, segments_S4, sinks = ctx.saved_tensors
+        *halves, lse, segments_S4, sinks = ctx.saved_tensors
+        query, key, value, out, wide = (x.contiguous().float() for x in (*halves, dout))
         dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        dout, before = dout.contiguous(), key.new_zeros(2, ctx.before, *key.shape[1:])
-        run(
-            "segment_attention_gradient", dq, dk, dv, before, dout, out, lse, query, key, value, segments_S4, *ctx.sizes
-        )
-        return dq, dk, dv, None, None, None, None, None, None, sink_gradient(dout, out, lse, sinks)
+        tensors = dq, dk, dv, key.new_zeros(2, ctx.before, *key.shape[1:]), wide, out, lse, query, key, value
+        run("segment_attention_gradient", *tensors, segments_S4, *ctx.sizes)
+        return *(x.to(dout.dtype) for x in (dq, dk, dv)), *[None] * 6, sink_gradient(dout, out, lse, sinks)
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:

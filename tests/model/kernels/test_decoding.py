@@ -178,7 +178,7 @@ def test_a_step_in_bfloat16_is_that_of_its_weights_in_float32(architecture, hidd
 @torch.inference_mode()
 def test_rounding_in_many_layers_does_not_keep_a_step_from_being_fused():
     """Through all of them it moves logits by as much as another formula would."""
-    view = build(tiny_config("llama", layers=40), ATTENTION).bfloat16()
+    view = build(tiny_config("llama", 128, layers=40), ATTENTION).bfloat16()
     for layer in view.model.layers:
         layer.self_attn.q_proj.weight *= 3
     assert fused_step(view, cache_of(view)) is not None

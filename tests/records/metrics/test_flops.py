@@ -58,8 +58,9 @@ def measured(monkeypatch, dtype: str, times: dict[str, float], peak: float | Non
     for name, value in {"completion/sampled_tokens": 3, "policy/lr": 1e-6, **times}.items():
         meter.add(name, value)
     config = SimpleNamespace(dtype=dtype)
-    policy = SimpleNamespace(cost=COST, config=config, engine=SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(measurements, "_peak", lambda device: peak)
+    policy = SimpleNamespace(cost=COST, config=config, engine=SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(measurements, "peak_flops", lambda name: peak)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "of a test")
     numbers = measurements.measure_flops(rollout_of(Completion([1] * 3, [], "stop")), 2, policy, meter)
     return {name: value for name, (value, _) in numbers.items()}
 
