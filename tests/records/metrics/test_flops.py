@@ -53,14 +53,13 @@ def test_a_step_costs_what_its_tokens_cost_one_after_the_other():
         assert counted == pytest.approx(expected)
 
 
-def measured(monkeypatch, dtype: str, times: dict[str, float], peak: float | None = 1e6) -> dict[str, float]:
+def measured(monkeypatch, dtype: str, times: dict[str, float], gpu: str = "NVIDIA H200") -> dict[str, float]:
     meter = Meter()
     for name, value in {"completion/sampled_tokens": 3, "policy/lr": 1e-6, **times}.items():
         meter.add(name, value)
-    config = SimpleNamespace(dtype=dtype)
-    policy = SimpleNamespace(cost=COST, config=config, engine=SimpleNamespace(device=torch.device("cuda")))
-    monkeypatch.setattr(measurements, "peak_flops", lambda name: peak)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "of a test")
+    engine = SimpleNamespace(device=torch.device("cuda"))
+    policy = SimpleNamespace(cost=COST, config=SimpleNamespace(dtype=dtype), engine=engine)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     numbers = measurements.measure_flops(rollout_of(Completion([1] * 3, [], "stop")), 2, policy, meter)
     return {name: value for name, (value, _) in numbers.items()}
 
@@ -74,11 +73,11 @@ def test_utilization_is_operations_a_second_over_the_peak(monkeypatch):
             "flops/generate": generate / 1e12,
             "flops/reference": read / 1e12,
             "flops/train": 2 * train / 1e12,
-            "throughput/mfu_generate": generate / 0.5 / 1e6,
-            "throughput/mfu_train": 2 * train / 0.25 / 1e6,
+            "throughput/mfu_generate": generate / 0.5 / 989e12,
+            "throughput/mfu_train": 2 * train / 0.25 / 989e12,
         }
     )
-    assert measured(monkeypatch, "bfloat16", times, peak=None).keys() == {"flops/generate", "flops/train"}
+    assert measured(monkeypatch, "bfloat16", times, gpu="Tesla T4").keys() == {"flops/generate", "flops/train"}
     assert "throughput/mfu_train" not in measured(monkeypatch, "float32", times), "the peak is that of bfloat16"
 
 
