@@ -201,7 +201,7 @@ def test_the_quickstart_trains_a_model_from_the_package_index_on_one_rank(tmp_pa
     monkeypatch.chdir(SCRIPTS.parent)
     config = parse(TrainConfig, call[4:], "train").config
     assert (config.policy.model, config.run.steps, config.data.task[:4]) == (str(weights), 7, "gym/")
-    assert (config.policy.dtype == "bfloat16") == ("amx_bf16" in Path("/proc/cpuinfo").read_text())
+    assert (config.policy.dtype == "bfloat16") == ("_bf16" in Path("/proc/cpuinfo").read_text())
     (tmp_path / "calls").unlink()
     (call,) = handed_over("quickstart.sh", tmp_path, "--policy.model", "mine/or-of-the-hub")
     assert parse(TrainConfig, call[4:], "train").config.policy.model == "mine/or-of-the-hub"

@@ -61,7 +61,7 @@ else
         smollm2
         set -- --policy.model "$weights" "$@"
     fi
-    if ! gpu_devices && ! grep -qw amx_bf16 /proc/cpuinfo 2>/dev/null; then # float32 is faster, and learns at a lower rate
+    if ! gpu_devices && ! grep -qwE "amx_bf16|avx512_bf16" /proc/cpuinfo; then # float32 is faster
         set -- --policy.dtype float32 --policy.lr 2.0e-5 --policy.micro_batch_tokens 1024 "$@"
     fi
     launch train --config training_scripts/quickstart.yaml --run.dir "$runs" --run.seed "$seed" "$@"

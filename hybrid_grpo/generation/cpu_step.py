@@ -87,7 +87,7 @@ class CpuStep:
         of_delta = 4 * key_heads * dk + 4 * delta_heads * dv + 2 * delta_heads
         self._row = 2 * hidden + 2 * inner + max(mixer, of_delta)
         self._tiled = max(hidden, inner, heads * d) // 2 if half else 0
-        """Words of the widest input that the kernel packs in tiles (AMX), which take a multiple of 16 rows."""
+        """Words of the widest input that the kernel packs (for AMX in tiles, which take a multiple of 16 rows)."""
         self._memory = torch.empty(0)
 
     def _delta_layer(self, layer: Any, at: int) -> _Layer:

@@ -2,7 +2,7 @@
  *
  * Plain C with the vector extensions of GCC and Clang, compiled on first use (build.py). The order of every sum does not
  * depend on the number of rows, so a sequence has the same result in any batch. Numbers are float32; matrices of weights,
- * keys and values may be bfloat16 (`half`), and are multiplied by the processor's tiles (AMX) where it has them.
+ * keys and values may be bfloat16 (`half`), and are then multiplied as the processor can (half.h).
  */
 #include "states.h"
 #include "half.h"
@@ -38,7 +38,7 @@ static void columns(float *out, const struct input *in, const void *w, const flo
     if (!in->half)
         wide_columns(out, in->x, w, bias, m, n, k, first, end);
     else if (in->packed && end - first == 2 * SIDE)
-        tile_columns(out + first, in->packed, (const half *)w + first * k, bias ? bias + first : 0, m, n, k);
+        half_columns(out + first, in->packed, (const half *)w + first * k, bias ? bias + first : 0, m, n, k);
     else
         for (int64_t c = first; c < end; c += 4) {
             const int64_t count = end - c < 4 ? end - c : 4;
@@ -407,7 +407,7 @@ void decode(const struct model *given, float *logits, float *work, const int64_t
             const int32_t *table, const int64_t *position, int64_t n, int64_t width)
 {
     struct model own = *given, *m = &own;
-    if (!has_tiles())
+    if (!multiplies_halves())
         m->packed = 0;
     const int64_t hidden = m->hidden, inner = m->inner;
     float *x = work, *t = x + n * hidden, *gate = t + n * hidden, *up = gate + n * inner, *mixer = up + n * inner;

@@ -1,5 +1,5 @@
-/* bfloat16: half of a float, and products of it by the tiles of Intel's AMX (Intel 64 and IA-32 manual, volume 1, chapter
- * 18), where a compiler's target and the kernel of the system have them. */
+/* bfloat16: half of a float, and products of it: by the tiles of Intel's AMX (Intel 64 and IA-32 manual, volume 1, chapter
+ * 18), where a compiler's target and the kernel of the system have them; else by AVX-512, if it has AVX512_BF16. */
 typedef uint16_t half __attribute__((may_alias));
 typedef uint32_t word __attribute__((may_alias)); /* two halves, or the bits of a float */
 
@@ -63,7 +63,7 @@ static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job
 
 /* 32 columns of out[m][n] = x[m][k] w[32][k]^T + bias[32]. Accumulators are tiles 0 to 3: of 32 rows of the weight, in
  * tiles 4 and 5, and 32 rows of the input, in 6 and 7. */
-static void tile_columns(float *out, const word *packed, const half *w, const float *bias, int64_t m, int64_t n,
+static void half_columns(float *out, const word *packed, const half *w, const float *bias, int64_t m, int64_t n,
                          int64_t k)
 {
     const int64_t across = k / (2 * SIDE), block = across * SIDE * SIDE;
@@ -121,16 +121,41 @@ static void end_tiles(const word *packed)
         _tile_release();
 }
 
-/* Whether this process may use tiles: Linux wants to be asked first (arch_prctl, ARCH_REQ_XCOMP_PERM). */
-static int has_tiles(void)
+/* Whether this process may: Linux wants to be asked first (arch_prctl, ARCH_REQ_XCOMP_PERM). */
+static int multiplies_halves(void)
 {
     return !syscall(SYS_arch_prctl, 0x1023, 18);
 }
 #else
-static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job) {}
-static void tile_columns(float *out, const word *packed, const half *w, const float *bias, int64_t m, int64_t n,
-                         int64_t k) {}
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#define MADD_PAIRS(sum, a, b) ((vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b)))
+#define PAIRS(R) TILE(R, pairs, 0, half, 2 * LANES, MADD_PAIRS)
+EACH(PAIRS)
+static tile *const PAIRED[] = {0, pairs_1, pairs_2, pairs_3, pairs_4, pairs_5, pairs_6};
+static int multiplies_halves(void) { return 1; }
+#else
+static tile *const PAIRED[ROWS + 1] = {0};
+static int multiplies_halves(void) { return 0; }
+#endif
+
+/* The numbers in their own order: AVX-512 multiplies and adds two of each sum at once. */
+static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job)
+{
+    const int64_t across = k / (2 * SIDE), first = job / across * SIDE, column = job % across * 2 * SIDE;
+    for (int64_t at = first * k + column; at < (first + SIDE) * k && at < m * k; at += k)
+        narrow((half *)packed + at, x + at, 2 * SIDE);
+}
+
+static void half_columns(float *out, const word *packed, const half *w, const float *bias, int64_t m, int64_t n,
+                         int64_t k)
+{
+    for (int64_t row = 0; row < m; row += ROWS)
+        for (int64_t c = 0; c < 2 * SIDE; c += 4)
+            PAIRED[m - row < ROWS ? m - row : ROWS](out + row * n + c, (const half *)packed + row * k, w + c * k,
+                                                    bias ? bias + c : 0, n, k, k);
+}
+
 static void begin_tiles(const word *packed) {}
 static void end_tiles(const word *packed) {}
-static int has_tiles(void) { return 0; }
 #endif

@@ -109,18 +109,20 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
 /* Instances of a template, one for each number of rows that is handled at once, at most ROWS. */
 #define EACH(TEMPLATE) TEMPLATE(1) TEMPLATE(2) TEMPLATE(3) TEMPLATE(4) TEMPLATE(5) TEMPLATE(6)
 
-/* out[R][4], its rows n apart, from x[R][k] and four rows of the weight, `step` apart: each loaded vector meets several
- * others. With FIRST the next four rows of the weight are asked for, which later passes find in the cache. */
-#define TILE(R, NAME, FIRST)                                                                                         \
-    static void NAME##_##R(float *out, const float *x, const float *w, const float *bias, int64_t n, int64_t step,   \
-                           int64_t k)                                                                                \
+/* out[R][4], its rows n apart, from x[R][k] and four rows of the weight, `step` apart: each loaded vector, of LONG numbers
+ * of a TYPE, meets several others. With FIRST the next four rows of the weight are asked for, which later passes find in
+ * the cache. */
+#define TILE(R, NAME, FIRST, TYPE, LONG, ADD)                                                                        \
+    static void NAME##_##R(float *out, const void *from, const void *weights, const float *bias, int64_t n,          \
+                           int64_t step, int64_t k)                                                                  \
     {                                                                                                                \
+        const TYPE *x = from, *w = weights;                                                                          \
         vec sum[R][4];                                                                                               \
         UNROLL for (int r = 0; r < R; r++)                                                                           \
             UNROLL for (int c = 0; c < 4; c++)                                                                       \
                 sum[r][c] = (vec){0};                                                                                \
         int64_t i = 0;                                                                                               \
-        for (; i + LANES <= k; i += LANES) {                                                                         \
+        for (; i + LONG <= k; i += LONG) {                                                                           \
             vec row[R];                                                                                              \
             UNROLL for (int r = 0; r < R; r++) {                                                                     \
                 row[r] = AT(x, r * k + i);                                                                           \
@@ -131,7 +133,7 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
                 if (FIRST)                                                                                           \
                     __builtin_prefetch(w + (c + 4) * step + i);                                                      \
                 UNROLL for (int r = 0; r < R; r++)                                                                   \
-                    sum[r][c] += row[r] * weight;                                                                    \
+                    sum[r][c] = ADD(sum[r][c], row[r], weight);                                                      \
             }                                                                                                        \
         }                                                                                                            \
         UNROLL for (int r = 0; r < R; r++) {                                                                         \
@@ -144,9 +146,10 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
             *(vec4 *)(out + r * n) = result;                                                                         \
         }                                                                                                            \
     }
-#define TILES(R) TILE(R, first, 1) TILE(R, later, 0)
+#define MADD(sum, a, b) ((sum) + (a) * (b))
+#define TILES(R) TILE(R, first, 1, float, LANES, MADD) TILE(R, later, 0, float, LANES, MADD)
 EACH(TILES)
 
-typedef void tile(float *, const float *, const float *, const float *, int64_t, int64_t, int64_t);
+typedef void tile(float *, const void *, const void *, const float *, int64_t, int64_t, int64_t);
 static tile *const FIRST[] = {0, first_1, first_2, first_3, first_4, first_5, first_6};
 static tile *const LATER[] = {0, later_1, later_2, later_3, later_4, later_5, later_6};

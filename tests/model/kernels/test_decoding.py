@@ -153,7 +153,7 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture):
 @pytest.mark.parametrize(("architecture", "hidden"), [("qwen3", 32), ("llama", 48), ("mistral", 128), ("qwen2", 128)])
 @torch.inference_mode()
 def test_a_step_in_bfloat16_is_that_of_its_weights_in_float32(architecture, hidden, tiled):
-    """By the tiles of AMX, where the processor has them and widths are multiples of 32, and without."""
+    """By AMX or AVX512_BF16, where the processor has them and widths are multiples of 32, and without."""
     wide = build(tiny_config(architecture, hidden), ATTENTION)
     half = deepcopy(wide).bfloat16()
     wide.load_state_dict(half.state_dict())
