@@ -20,32 +20,6 @@ struct batch {
     float scale, softcap;
 };
 
-/* sum[R][d] += weight[R][count] rows[count][d], the weights `stride` and the rows `step` apart. */
-#define COMBINE(R)                                                                                                   \
-    static void combine_##R(float *sum, const float *weight, int64_t stride, const float *rows, int64_t step,        \
-                            int64_t count, int64_t d)                                                                \
-    {                                                                                                                \
-        int64_t i = 0;                                                                                               \
-        for (; i + 2 * LANES <= d; i += 2 * LANES) {                                                                 \
-            vec s[R][2];                                                                                             \
-            UNROLL for (int r = 0; r < R; r++)                                                                       \
-                UNROLL for (int l = 0; l < 2; l++)                                                                   \
-                    s[r][l] = AT(sum, r * d + i + l * LANES);                                                        \
-            for (int64_t j = 0; j < count; j++)                                                                      \
-                UNROLL for (int r = 0; r < R; r++)                                                                   \
-                    UNROLL for (int l = 0; l < 2; l++)                                                               \
-                        s[r][l] += weight[r * stride + j] * AT(rows, j * step + i + l * LANES);                      \
-            UNROLL for (int r = 0; r < R; r++)                                                                       \
-                UNROLL for (int l = 0; l < 2; l++)                                                                   \
-                    *(vec *)(sum + r * d + i + l * LANES) = s[r][l];                                                 \
-        }                                                                                                            \
-        for (int r = 0; r < R; r++)                                                                                  \
-            for (int64_t j = 0; j < count; j++)                                                                      \
-                for (int64_t c = i; c < d; c++)                                                                      \
-                    sum[r * d + c] += weight[r * stride + j] * rows[j * step + c];                                   \
-    }
-EACH(COMBINE)
-
 /* rows[count][d] += weight[R][count]^T x[R][d]. */
 #define SPREAD(R)                                                                                                    \
     static void spread_##R(float *rows, int64_t step, const float *weight, int64_t stride, const float *x,           \
@@ -73,23 +47,8 @@ EACH(COMBINE)
     }
 EACH(SPREAD)
 
-
-typedef void combining(float *, const float *, int64_t, const float *, int64_t, int64_t, int64_t);
 typedef void spreading(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t);
-static combining *const COMBINE_OF[] = {0, combine_1, combine_2, combine_3, combine_4, combine_5, combine_6};
 static spreading *const SPREAD_OF[] = {0, spread_1, spread_2, spread_3, spread_4, spread_5, spread_6};
-
-/* out[rows][count] = x[rows][d] w[count][d]^T, the rows of out `stride` and those of w `step` apart. */
-static void products(float *out, int64_t stride, const float *x, int64_t rows, const float *w, int64_t step, int64_t count,
-                     int64_t d)
-{
-    int64_t c = 0;
-    for (; c + 4 <= count; c += 4)
-        LATER[rows](out + c, x, w + c * step, 0, stride, step, d);
-    for (; c < count; c++)
-        for (int64_t r = 0; r < rows; r++)
-            out[r * stride + c] = dot(x + r * d, w + c * step, d);
-}
 
 /* Some queries of a segment and of the heads that share key head h, in the order of the segment: query `first + r` is
  * that of token (first + r) / group and of head h * group + (first + r) % group. Their keys are those of positions

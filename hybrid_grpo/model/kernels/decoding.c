@@ -140,6 +140,7 @@ void rms_norm(float *out, const float *x, const float *weight, float offset, flo
         norm_row(out + r * d, x + r * d, weight, offset, epsilon, d);
 }
 
+#define PAIRED_FOR(half, d, page) ((half) && PAIRED[1] && (d) % BOTH == 0 && (page) % 4 == 0)
 #define MOST_SCORES 2048
 #define MOST_SUMS 8192
 
@@ -163,7 +164,7 @@ struct attention {
     int64_t n, heads, kv, d, page, width, window;
     float scale, softcap;
     const float *sinks; /* [heads], or null */
-    int64_t half;
+    int64_t half, paired; /* `paired`: numbers of the pools are multiplied as they are */
 };
 
 static void put(const struct attention *a, void *pool, int64_t entry, const float *x)
@@ -174,12 +175,15 @@ static void put(const struct attention *a, void *pool, int64_t entry, const floa
         memcpy((float *)pool + entry, x, a->d * sizeof(float));
 }
 
-/* Entries of a page's head as floats, the first at `place` of the pool; those of a `half` pool are copied to `own`. */
-static const float *entries(const struct attention *a, const void *pool, int64_t place, float *own, int64_t start,
-                            int64_t end)
+/* Entries of a page's head, the first at `place` of the pool; floats, in `own` if those of the pool are `half`, unless
+ * `paired`. */
+static const void *entries(const struct attention *a, const void *pool, int64_t place, float *own, int64_t start,
+                           int64_t end)
 {
     if (!a->half)
         return (const float *)pool + place;
+    if (a->paired)
+        return (const half *)pool + place;
     for (int64_t j = start; j < end; j++)
         widen(own + j * a->d, (const half *)pool + place + j * a->kv * a->d, a->d);
     return own;
@@ -202,30 +206,38 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
     const int64_t d = a->d, kv = a->kv, page = a->page, window = a->window, group = a->heads / kv;
     const int64_t last = a->position[row], first = window > 0 && last >= window ? last - window + 1 : 0;
     const int32_t *pages = a->table + row * a->width;
-    const int64_t step = a->half ? d : kv * d;
+    const int64_t step = a->half && !a->paired ? d : kv * d;
     float score[MOST_SCORES], sum[MOST_SUMS], top[64], norm[64], own_keys[MOST_SUMS], own_values[MOST_SUMS];
+    float query[MOST_SUMS];
+    half pairs[MOST_SUMS]; /* of `query` */
     memset(sum, 0, group * d * sizeof(float));
     for (int64_t g = 0; g < group; g++) {
+        for (int64_t i = 0; i < d; i++)
+            query[g * d + i] = a->q[row * a->q_row + (h * group + g) * a->q_head + i];
         top[g] = a->sinks ? a->sinks[h * group + g] : -1e30f;
         norm[g] = a->sinks ? 1 : 0;
     }
+    if (a->paired)
+        narrow(pairs, query, group * d);
     for (int64_t p = first / page; p <= last / page; p++) {
         const int64_t start = p * page < first ? first - p * page : 0;
         const int64_t end = (p + 1) * page <= last ? page : last - p * page + 1;
         const int64_t place = (pages[p] * page * kv + h) * d;
-        const float *K = entries(a, a->keys, place, own_keys, start, end);
-        const float *V = entries(a, a->values, place, own_values, start, end);
-        for (int64_t g = 0; g < group; g++) {
-            const float *own = a->q + row * a->q_row + (h * group + g) * a->q_head;
-            float *s = score + g * page;
-            int64_t j = start;
-            for (; j + 4 <= end; j += 4)
-                *(vec4 *)(s + j) = a->scale * dots(own, K + j * step, step, d);
-            for (; j < end; j++)
-                s[j] = a->scale * dot(own, K + j * step, d);
+        const void *K = entries(a, a->keys, place, own_keys, start, end);
+        const void *V = entries(a, a->values, place, own_values, start, end);
+        for (int64_t g = 0, rows; g < group; g += rows) {
+            rows = group - g < ROWS ? group - g : ROWS;
+            if (a->paired)
+                for (int64_t j = start / 4 * 4; j < end; j += 4)
+                    PAIRED[rows](score + g * page + j, pairs + g * d, (const half *)K + j * step, 0, page, step, d);
+            else
+                products(score + g * page + start, page, query + g * d, rows, (const float *)K + start * step, step,
+                         end - start, d);
         }
         for (int64_t g = 0; g < group; g++) {
             float *s = score + g * page, peak = top[g];
+            for (int64_t j = start; j < end; j++)
+                s[j] *= a->scale;
             if (a->softcap > 0)
                 for (int64_t j = start; j < end; j++)
                     s[j] = a->softcap * tanhf(s[j] / a->softcap);
@@ -239,12 +251,24 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
                 weights += s[j];
             }
             norm[g] = norm[g] * shrink + weights;
-            add_rows(sum + g * d, shrink, s + start, V + start * step, step, end - start, d);
+            for (int64_t i = 0; i < d; i++)
+                sum[g * d + i] *= shrink;
+        }
+        for (int64_t g = 0, rows; g < group; g += rows) {
+            rows = group - g < ROWS ? group - g : ROWS;
+            if (a->paired)
+                COMBINE_PAIRED[rows](sum + g * d, score + g * page + start, page, (const half *)V + start * step, step,
+                                     end - start, d);
+            else
+                COMBINE_OF[rows](sum + g * d, score + g * page + start, page, (const float *)V + start * step, step,
+                                 end - start, d);
         }
     }
     for (int64_t g = 0; g < group; g++)
-        for (int64_t i = 0; i < d; i++)
-            a->out[(row * a->heads + h * group + g) * d + i] = sum[g * d + i] / norm[g];
+        for (int64_t i = 0; i < d; i++) {
+            const int64_t at = a->paired ? i / BOTH * BOTH + i % 2 * LANES + i % BOTH / 2 : i;
+            a->out[(row * a->heads + h * group + g) * d + i] = sum[g * d + at] / norm[g];
+        }
 }
 
 void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head, const float *key, int64_t key_row,
@@ -254,7 +278,8 @@ void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head,
                       const float *sinks, int64_t half)
 {
     const struct attention a = {out, q, q_row, q_head, key, key_row, key_head, value, value_row, value_head, keys, values,
-                                table, position, n, heads, kv, d, page, width, window, scale, softcap, sinks, half};
+                                table, position, n, heads, kv, d, page, width, window, scale, softcap, sinks, half,
+                                PAIRED_FOR(half, d, page)};
     for (int64_t job = 0; job < n * kv; job++)
         store(&a, job / kv, job % kv);
     #pragma omp parallel for schedule(dynamic, 1)
@@ -337,7 +362,8 @@ static float *team_attention(const struct model *m, const struct layer *l, float
     const struct input in = team_input(m, t, n, m->hidden);
     team_products(qkv + only_store, 3 - only_store, &in);
     const struct attention a = {out, q, m->heads * apart, apart, k, narrow, d, v, narrow, d, l->keys, l->values, table,
-                                position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0, m->half};
+                                position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0, m->half,
+                                PAIRED_FOR(m->half, d, m->page)};
     #pragma omp for schedule(static)
     for (int64_t job = 0; job < n * m->kv; job++) {
         const int64_t row = job / m->kv;
@@ -349,7 +375,7 @@ static float *team_attention(const struct model *m, const struct layer *l, float
     }
     if (only_store)
         return 0;
-    #pragma omp for schedule(dynamic, 1)
+    #pragma omp for schedule(dynamic, 4)
     for (int64_t job = 0; job < n * m->kv; job++) {
         attend(&a, job / m->kv, job % m->kv);
         if (m->gated)

@@ -3,6 +3,8 @@
 typedef uint16_t half __attribute__((may_alias));
 typedef uint32_t word __attribute__((may_alias)); /* two halves, or the bits of a float */
 
+typedef word words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
 static inline void widen(float *out, const half *x, int64_t n)
 {
     word *bits = (word *)out;
@@ -20,17 +22,33 @@ static inline void narrow(half *out, const float *x, int64_t n)
     }
 }
 
+/* Numbers of two vectors, as pairs in one. */
+#define BOTH (2 * LANES)
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#define MADD_PAIRS(sum, a, b) ((vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b)))
+#define PAIRS(R) TILE(R, pairs, 0, half, BOTH, MADD_PAIRS)
+EACH(PAIRS)
+/* Of each pair the first, and then of each the second. */
+#define APART(row, l) ((l) ? (vec)(*(const words *)(row) & 0xffff0000) : (vec)(*(const words *)(row) << 16))
+#define COMBINE_APART(R) COMBINE(R, apart, half, APART)
+EACH(COMBINE_APART)
+static tile *const PAIRED[] = {0, pairs_1, pairs_2, pairs_3, pairs_4, pairs_5, pairs_6};
+static combining *const COMBINE_PAIRED[] = {0, apart_1, apart_2, apart_3, apart_4, apart_5, apart_6};
+#else
+static tile *const PAIRED[ROWS + 1] = {0};
+static combining *const COMBINE_PAIRED[ROWS + 1] = {0};
+#endif
+
 /* A tile has 16 rows of 16 words. */
 #define SIDE 16
 /* Tiles of an input x[m][k]. */
 #define PACKS(m, k) (((m) + SIDE - 1) / SIDE * ((k) / (2 * SIDE)))
 
 #if defined(__AMX_BF16__) && !defined(__clang__) /* which has no __builtin_shuffle */
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-typedef word words __attribute__((vector_size(4 * SIDE), may_alias));
 
 /* In each step the halves of pairs of rows change places: numbers, then pairs of them, and so on (Eklundh, 1972). */
 static inline void transpose(words *rows)
@@ -127,17 +145,7 @@ static int multiplies_halves(void)
     return !syscall(SYS_arch_prctl, 0x1023, 18);
 }
 #else
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#define MADD_PAIRS(sum, a, b) ((vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b)))
-#define PAIRS(R) TILE(R, pairs, 0, half, 2 * LANES, MADD_PAIRS)
-EACH(PAIRS)
-static tile *const PAIRED[] = {0, pairs_1, pairs_2, pairs_3, pairs_4, pairs_5, pairs_6};
-static int multiplies_halves(void) { return 1; }
-#else
-static tile *const PAIRED[ROWS + 1] = {0};
-static int multiplies_halves(void) { return 0; }
-#endif
+static int multiplies_halves(void) { return PAIRED[1] != 0; }
 
 /* The numbers in their own order: AVX-512 multiplies and adds two of each sum at once. */
 static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job)

@@ -60,21 +60,6 @@ static inline vec4 totals(vec a, vec b, vec c, vec d)
 #define AT(pointer, i) (*(const vec *)((pointer) + (i)))
 #define BLOCK (4 * LANES)
 
-/* Dot products of a[d] with four rows, `stride` apart. */
-static inline vec4 dots(const float *a, const float *rows, int64_t stride, int64_t d)
-{
-    vec sum[4] = {{0}, {0}, {0}, {0}};
-    int64_t i = 0;
-    for (; i + LANES <= d; i += LANES)
-        for (int j = 0; j < 4; j++)
-            sum[j] += AT(a, i) * AT(rows, j * stride + i);
-    vec4 result = totals(sum[0], sum[1], sum[2], sum[3]);
-    for (; i < d; i++)
-        for (int j = 0; j < 4; j++)
-            result[j] += a[i] * rows[j * stride + i];
-    return result;
-}
-
 static inline float dot(const float *a, const float *b, int64_t d)
 {
     float sum = 0;
@@ -153,3 +138,48 @@ EACH(TILES)
 typedef void tile(float *, const void *, const void *, const float *, int64_t, int64_t, int64_t);
 static tile *const FIRST[] = {0, first_1, first_2, first_3, first_4, first_5, first_6};
 static tile *const LATER[] = {0, later_1, later_2, later_3, later_4, later_5, later_6};
+
+/* out[rows][count] = x[rows][d] w[count][d]^T, the rows of out `stride` and those of w `step` apart. */
+static void products(float *out, int64_t stride, const float *x, int64_t rows, const float *w, int64_t step, int64_t count,
+                     int64_t d)
+{
+    int64_t c = 0;
+    for (; c + 4 <= count; c += 4)
+        LATER[rows](out + c, x, w + c * step, 0, stride, step, d);
+    for (; c < count; c++)
+        for (int64_t r = 0; r < rows; r++)
+            out[r * stride + c] = dot(x + r * d, w + c * step, d);
+}
+
+/* sum[R][d] += weight[R][count] rows[count][d], the weights `stride` and the rows `step` apart; VEC(row, 0) and (row, 1)
+ * are the next numbers of a row, of a TYPE. */
+#define COMBINE(R, NAME, TYPE, VEC)                                                                                  \
+    static void NAME##_##R(float *sum, const float *weight, int64_t stride, const void *from, int64_t step,          \
+                           int64_t count, int64_t d)                                                                 \
+    {                                                                                                                \
+        const TYPE *rows = from;                                                                                     \
+        int64_t i = 0;                                                                                               \
+        for (; i + 2 * LANES <= d; i += 2 * LANES) {                                                                 \
+            vec s[R][2];                                                                                             \
+            UNROLL for (int r = 0; r < R; r++)                                                                       \
+                UNROLL for (int l = 0; l < 2; l++)                                                                   \
+                    s[r][l] = AT(sum, r * d + i + l * LANES);                                                        \
+            for (int64_t j = 0; j < count; j++)                                                                      \
+                UNROLL for (int r = 0; r < R; r++)                                                                   \
+                    UNROLL for (int l = 0; l < 2; l++)                                                               \
+                        s[r][l] += weight[r * stride + j] * VEC(rows + j * step + i, l);                             \
+            UNROLL for (int r = 0; r < R; r++)                                                                       \
+                UNROLL for (int l = 0; l < 2; l++)                                                                   \
+                    *(vec *)(sum + r * d + i + l * LANES) = s[r][l];                                                 \
+        }                                                                                                            \
+        for (int r = 0; r < R; r++)                                                                                  \
+            for (int64_t j = 0; j < count; j++)                                                                      \
+                for (int64_t c = i; c < d; c++)                                                                      \
+                    sum[r * d + c] += weight[r * stride + j] * rows[j * step + c];                                   \
+    }
+#define FLOATS(row, l) AT(row, (l) * LANES)
+#define COMBINES(R) COMBINE(R, combine, float, FLOATS)
+EACH(COMBINES)
+
+typedef void combining(float *, const float *, int64_t, const void *, int64_t, int64_t, int64_t);
+static combining *const COMBINE_OF[] = {0, combine_1, combine_2, combine_3, combine_4, combine_5, combine_6};
