@@ -56,7 +56,7 @@ def _groups(prompts: int, size: int) -> list[TokenRow]:
 
 
 WORKLOADS = {"agents": _agents(), "group": _groups(8, 4), "apart": _groups(32, 1)}
-WAYS: dict[str, tuple[Any, int]] = {"tree": ("auto", 64), "prompts": ("auto", sys.maxsize), "nothing": ("off", 64)}
+WAYS: dict[str, tuple[Any, int]] = {"tree": ("auto", 8), "prompts": ("auto", sys.maxsize), "nothing": ("off", 8)}
 """What rows share, and the fewest tokens of a piece behind a prompt."""
 
 

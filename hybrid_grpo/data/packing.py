@@ -27,7 +27,7 @@ from hybrid_grpo.model.upload import Selection, upload
 
 _WORTH_SHARING = 0.1
 """Minimum fraction of the tokens that sharing must save, since it makes attention gather keys and use masks."""
-_SHORTEST = 64
+_SHORTEST = 8
 """Fewest tokens beyond a prompt that rows share: a piece is one more segment of attention, and one more scan."""
 _ON_GPU, _ON_CPU = 16_384, 4_096
 """Default number of tokens of one forward and backward pass."""
