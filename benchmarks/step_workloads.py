@@ -112,7 +112,7 @@ def real(folder: Path, seed: int = 0, problems: str | None = None) -> Job:
     settings = {
         "config": SCRIPTS / "quickstart.yaml",
         "run.seed": seed,
-        **{"policy.dtype": "float32", "policy.lr": "2e-5", "policy.micro_batch_tokens": 1024},  # as without bfloat16
+        **{"policy.dtype": "float32", "policy.lr": "2e-5", "policy.micro_batch_tokens": 1024},  # as on other CPUs
         "policy.model": files_of(str(cache() / "SmolLM2-135M-Instruct.Q4_1.gguf")),
         "data.task": "null",
         "data.path": folder / "train.jsonl",

@@ -37,5 +37,6 @@ wait "$kernel" || true  # a test says why
 # ones do not, and each worker imports everything.
 cores=$(getconf _NPROCESSORS_ONLN)
 workers=$((cores < 2 ? 2 : cores < 4 && ${fast:-0} ? cores : 4))
-# Files stay whole, as most that start processes share them among their tests; conftest.py says in which order.
-python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"
+# Files stay whole, as most that start processes share them among their tests; conftest.py says in which order. A worker
+# that crashes is not replaced: another would run the same test.
+python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "${tests[@]}" "$@"

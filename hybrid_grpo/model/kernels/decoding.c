@@ -180,10 +180,8 @@ static void put(const struct attention *a, void *pool, int64_t entry, const floa
 static const void *entries(const struct attention *a, const void *pool, int64_t place, float *own, int64_t start,
                            int64_t end)
 {
-    if (!a->half)
-        return (const float *)pool + place;
-    if (a->paired)
-        return (const half *)pool + place;
+    if (a->paired || !a->half)
+        return (const char *)pool + place * (a->half ? sizeof(half) : sizeof(float));
     for (int64_t j = start; j < end; j++)
         widen(own + j * a->d, (const half *)pool + place + j * a->kv * a->d, a->d);
     return own;
@@ -256,12 +254,9 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
         }
         for (int64_t g = 0, rows; g < group; g += rows) {
             rows = group - g < ROWS ? group - g : ROWS;
-            if (a->paired)
-                COMBINE_PAIRED[rows](sum + g * d, score + g * page + start, page, (const half *)V + start * step, step,
-                                     end - start, d);
-            else
-                COMBINE_OF[rows](sum + g * d, score + g * page + start, page, (const float *)V + start * step, step,
-                                 end - start, d);
+            const char *first_value = (const char *)V + start * step * (a->paired ? sizeof(half) : sizeof(float));
+            (a->paired ? COMBINE_PAIRED : COMBINE_OF)[rows](sum + g * d, score + g * page + start, page, first_value,
+                                                            step, end - start, d);
         }
     }
     for (int64_t g = 0; g < group; g++)
