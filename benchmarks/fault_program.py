@@ -18,7 +18,7 @@ from typing import Any
 
 POINTS = {
     "start": ("hybrid_grpo.engine", "start"),
-    "meeting": ("hybrid_grpo.distributed.ranks", "release_shared_memory"),
+    "meeting": ("deepspeed", "init_distributed"),
     "sampling": ("hybrid_grpo.generation.loop", "_Loop._step"),
     "scoring": ("hybrid_grpo.rewards.scorer", "Stream.scores"),
     "update": ("hybrid_grpo.policy", "Policy.step"),

@@ -27,7 +27,7 @@ from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 ROOT = Path(__file__).parent.parent
 CONFIGS = (
     *(TrainConfig, SftConfig, configs.EvaluateConfig, configs.PlanConfig, configs.GenerateConfig, configs.ChatConfig),
-    *(configs.ScoreConfig, configs.ServeRewardConfig, configs.PublishConfig, configs.WatchConfig),
+    *(configs.ScoreConfig, configs.PublishConfig, configs.WatchConfig),
 )
 
 

@@ -39,7 +39,6 @@ COMMANDS = {
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
     "chat": "a conversation with a model, a run or an adapter in the terminal",
     "score": "try reward functions on a file of completions, or on the rollouts of a run",
-    "serve-reward": "reward functions as an HTTP service for other machines",
 }
 """What each command does, by its name."""
 

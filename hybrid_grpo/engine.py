@@ -12,10 +12,8 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 import contextlib
 import functools
 import gc
-import io
 import logging
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +25,6 @@ from typing import Any
 import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import Tensor, nn
@@ -37,7 +33,6 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.distributed import ranks, shards, tensor_files
-from hybrid_grpo.distributed.compilation_lock import one_at_a_time
 from hybrid_grpo.distributed.hardware import refuse_idle_gpus, take_gpu
 from hybrid_grpo.model.blend import blend
 from hybrid_grpo.model.gathered_weights import View
@@ -66,9 +61,6 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     # The workspace of those kernels: creating it would compile them, which takes minutes and needs nvcc.
     deepspeed.runtime.hybrid_engine.WorkspaceOp = lambda: None
     store = None if "RANK" in os.environ else ranks.form_group_of_one()
-    # This environment's ninja, activated or not: another version would compile everything again.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    OpBuilder.jit_load = one_at_a_time(OpBuilder.jit_load)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
@@ -76,17 +68,11 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(cache, "64")
         refuse_idle_gpus()
-        ranks.check_shared_memory()
     else:
         take_gpu(accelerator)
-    # DeepSpeed asks whether this kernel can be compiled by trying all of its kernels, of which others need libaio.
-    kernel = ShareMemCommBuilder()
-    deepspeed.ops.__compatible_ops__ = {kernel.NAME: on_cpu and kernel.is_compatible(verbose=False)}
-    if deepspeed.ops.__compatible_ops__[kernel.NAME]:
-        # DeepSpeed would compile it while the ranks meet.
-        kernel.load(verbose=False)
-    # DeepSpeed prints what it has built, and standard output is for results.
-    with ranks.meeting(), contextlib.redirect_stdout(io.StringIO()):
+    # DeepSpeed would try to compile all of its kernels, and on a CPU compile one for tensor-parallel inference.
+    deepspeed.ops.__compatible_ops__ = {}
+    with ranks.meeting():
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         if store and not torch.distributed.is_initialized():
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -94,8 +80,6 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         if not on_cpu:
             # NCCL starts with the first collective: if it cannot, that is reported here.
             ranks.all_reduce(torch.zeros(1, device=accelerator.current_device_name()))
-    if on_cpu:
-        ranks.release_shared_memory()
     return torch.device(accelerator.current_device_name())
 
 

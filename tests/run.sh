@@ -26,13 +26,8 @@ ruff check .
 ruff format --check .
 mypy &
 types=$!
-# DeepSpeed's kernel is compiled now, once: a run that waits for another to do so prints a line more than tests expect.
-[ -n "$fast" ] || [ "$DS_ACCELERATOR" != cpu ] || timeout 600 python -c 'from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder("ShareMemCommBuilder").load()' > /dev/null 2>&1 &
-kernel=$!
 lint-imports || { wait; exit 1; }
 wait "$types"
-wait "$kernel" || true  # a test says why
 # More workers than cores, if these are few: many tests wait for processes of theirs, or for a time to pass. The fast
 # ones do not, and each worker imports everything.
 cores=$(getconf _NPROCESSORS_ONLN)

@@ -37,7 +37,6 @@ ENVIRONMENT = {"WANDB_MODE": "disabled", "REWARD_TOKEN": "secret"}
 PLACEHOLDERS = {
     " MODEL ": " runs/letters-task/model ",
     " DATA.jsonl ": " runs/letters-task/train.jsonl ",
-    "--serve.port 8700": "--serve.port PORT",
 }
 """What a reader fills in."""
 
@@ -163,7 +162,7 @@ def commands(block: Block) -> list[str]:
 
 def serve(command: str, folder: Path) -> None:
     """Start a server, wait until it says that it listens, and end it as its page says."""
-    environment = {**os.environ, "REWARD_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
         [programs() / "hybrid-grpo", *shlex.split(command)[1:]],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -205,7 +204,7 @@ def test_commands(block: Block, clone: Path) -> None:
             assert command.split()[1] in (ROOT / ".ci/run").read_text(), "CI runs this"
         elif command.startswith(("pip install", "DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 pip install")):
             continue  # see test_the_package_installs_with_its_files
-        elif command.startswith(("hybrid-grpo serve-reward", "hybrid-grpo watch")):
+        elif command.startswith("hybrid-grpo watch"):
             serve(shortened(command), clone)
         elif command.removesuffix(" --toy") != "bash training_scripts/quickstart.sh":  # the fixture has run the toy
             run(shortened(command), clone)

@@ -5,7 +5,7 @@
 # there already: where no GPU is seen and pip would bring a build for CUDA, the CPU build from torch's own index, if that
 # can be reached. TORCH_VERSION chooses another version, and TORCH_INDEX another index: for a driver that supports CUDA
 # 12 only, https://download.pytorch.org/whl/cu126, since PyPI has builds for CUDA 13 only. DeepSpeed is installed without
-# prebuilt kernels: those that a run needs are compiled when it first starts.
+# its kernels, which no run needs.
 
 setup() {
     if [ -n "${SKIP_SETUP:-}" ]; then return; fi

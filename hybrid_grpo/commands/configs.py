@@ -21,7 +21,6 @@ from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import RunConfig
 from hybrid_grpo.config.train import TrainConfig, check_outcome, names_of_rewards
 from hybrid_grpo.records.publishing.options import PublishOptionsConfig
-from hybrid_grpo.rewards.remote.options import ServeOptionsConfig
 
 _Gpu = Literal["rtx3090", "rtx4090", "rtx5090", "a10g", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200"]
 
@@ -206,18 +205,6 @@ class PublishConfig:
     evaluation, curves, data, objective, versions, and the settings that reproduce it."""
 
     publish: PublishOptionsConfig = field(default_factory=PublishOptionsConfig)
-
-
-@dataclass(frozen=True, config=SECTION)
-class ServeRewardConfig(RecipeReader):
-    """Serve reward functions to other machines, following OpenRLHF's convention. The command takes the recipe of a
-    training run and serves its rewards."""
-
-    rewards: RewardList = field(default_factory=list)
-    scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    serve: ServeOptionsConfig = field(default_factory=ServeOptionsConfig)
-
-    command = "serve-reward"
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -98,8 +98,6 @@ class LogConfig:
     """Words by which runs can be found."""
     notes: Text | None = None
     """What the run is for. Default: none."""
-    job_type: Text | None = None
-    """Kind of run inside its group, such as baseline. Default: none."""
     rollouts_every: Whole = 1
     """Steps between rollouts that are written to rollouts/ and sampled for wandb; 0 writes none."""
     tokens: Switch = True

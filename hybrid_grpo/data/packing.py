@@ -245,6 +245,7 @@ def _micro_batch(
     indices, token_T = [row.index for row in rows], np.arange(end_b1.max())
     mask_bT = (first_b1 <= token_T) & (token_T < end_b1)
     target_N = np.array([row.completion[target] for row in rows for target in row.targets])
+    flat = [token for text in tokens for token in text]
     return MicroBatch(
         indices,
         upload(indices, device),
@@ -255,7 +256,7 @@ def _micro_batch(
         upload(mask_bT, device),
         upload(np.flatnonzero(mask_bT), device),
         segments,
-        reading.sidecars(rows, pieces, [token for text in tokens for token in text], target_N, device),
+        reading.sidecars(rows, pieces, flat, np.array(source), target_N, device),
     )
 
 

@@ -1,4 +1,4 @@
-"""Ranks, the collectives that this package adds to DeepSpeed's, and the shared memory that DeepSpeed's collectives use.
+"""Ranks, and the collectives that this package adds to DeepSpeed's.
 
 In a single process the collectives are the identity, whether or not a process group exists.
 """
@@ -28,8 +28,6 @@ _SILENT_SECONDS = 20.0
 """A rank that has waited this long for the others prints a line."""
 _LOOK_S = 0.05
 """The longest time between two looks at whether the other ranks are there."""
-_BUFFER_BYTES = 66 * 2**20 + 4096
-"""Shared memory that DeepSpeed's CPU backend uses for each rank."""
 _SHARED_OUT = 4096
 """Pieces of work that ranks do between two exchanges of what they have, which limits the memory of an exchange."""
 _NCCL_BYTES = 64 << 20
@@ -98,34 +96,6 @@ def _cause(message: str) -> str:
     if "/dev/shm" in cause or free < local_ranks() * _NCCL_BYTES:
         return f"{cause}: {_SHARED_MEMORY} has {free >> 20} MiB free: make it larger (docker run --ipc host)"
     return f"{cause}: NCCL_DEBUG=INFO says more"
-
-
-def check_shared_memory() -> None:
-    """Raise UserError if shared memory is too small for the ranks' buffers: DeepSpeed would map them and crash."""
-    # Only DeepSpeed's launcher, with all ranks on one machine, uses these buffers.
-    if os.environ.get("LOCAL_SIZE") != os.environ["WORLD_SIZE"]:
-        return
-    # In this order, memory that another rank takes in between is counted twice rather than not at all.
-    free = shutil.disk_usage(_SHARED_MEMORY).free
-    taken = sum(path.stat().st_size for path in _buffers("*"))
-    if free + taken < (needed := local_ranks() * _BUFFER_BYTES):
-        raise UserError(
-            f"{_SHARED_MEMORY} has {free >> 20} MiB free, but {local_ranks()} ranks on one machine take"
-            f" {(needed >> 20) + 1}: make it larger (docker run --shm-size=1g), or remove files that ended runs left"
-            " there"
-        )
-
-
-def release_shared_memory() -> None:
-    """Unlink this rank's buffer once all ranks have mapped it; otherwise it would remain until the next boot."""
-    barrier()
-    for path in _buffers(str(rank())):
-        path.unlink(missing_ok=True)
-
-
-def _buffers(of_rank: str) -> list[Path]:
-    address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    return list(_SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{of_rank}"))
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:

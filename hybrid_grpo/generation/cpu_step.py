@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.model.kernels.build import run
-from hybrid_grpo.model.kernels.decoding import epsilon_of, fits, norm_offset
+from hybrid_grpo.model.kernels.decoding import Alike, epsilon_of, fits, norm_offset
 from hybrid_grpo.model.kernels.states import WIDEST
 from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.towers import text_of
@@ -115,12 +115,21 @@ class CpuStep:
         """Return cosines and sines, [positions, 2 * rotated]."""
         return torch.cat([t[0] for t in self._rotary(torch.empty(0), torch.arange(positions)[None])], dim=-1)
 
-    def __call__(self, rows: Rows) -> Tensor:
-        """Return logits_nV after each row's token, in memory that the next call overwrites; see `decode_step`."""
+    def __call__(self, rows: Rows, alike: Alike | None = None) -> Tensor:
+        """Return logits_nV after each row's token, or logits_uV after each text that is `alike` where the model has no
+        states, in memory that the next call overwrites; see `decode_step`."""
+        begin_u = entry_n = None
+        if alike is not None:
+            page, (begin_u, row_n) = self._cache.page, alike
+            page_n = rows.table_nw.gather(1, (rows.position_n // page)[:, None])[:, 0]
+            entry_n = (page_n * page + rows.position_n % page)[row_n]
+            first_u = row_n[begin_u[:-1]]
+            table_uw, encoded_u = rows.table_nw[first_u], rows.encoded_n[first_u]
+            rows = Rows(rows.token_n[first_u], table_uw, rows.position_n[first_u], rows.read, encoded_u)
         n = len(rows.token_n)
         memory = self._of_rows(n, self._row + self._vocabulary)
         logits_nV = memory[: n * self._vocabulary].view(n, self._vocabulary)
-        self._run(logits_nV, memory[n * self._vocabulary :], rows)
+        self._run(logits_nV, memory[n * self._vocabulary :], rows, begin_u, entry_n)
         return logits_nV
 
     def read(self, token_N: Tensor, table_Nw: Tensor, position_N: Tensor) -> None:
@@ -137,13 +146,20 @@ class CpuStep:
             self._model.packed = self._memory[n * numbers :].data_ptr()
         return self._memory
 
-    def _run(self, logits_nV: Tensor | None, work: Tensor, rows: Rows) -> None:
+    def _run(
+        self,
+        logits_nV: Tensor | None,
+        work: Tensor,
+        rows: Rows,
+        begin_u: Tensor | None = None,
+        entry_n: Tensor | None = None,
+    ) -> None:
         entries = rows.read * self._cache.page
         if len(self._rope) < entries:
             self._rope = self._rope_of(max(entries, 2 * len(self._rope)))
         rope, n, width = self._rope[rows.encoded_n], len(rows.token_n), rows.table_nw.stride(0)
         run("decode", ctypes.addressof(self._model), logits_nV, work,
-            rows.token_n, rope, rows.table_nw, rows.position_n, n, width)  # fmt: skip
+            rows.token_n, rope, rows.table_nw, rows.position_n, n, width, begin_u, entry_n)  # fmt: skip
 
 
 def has_delta(layer: Any) -> bool:

@@ -1,6 +1,7 @@
 """The device side of decoding: one slot of state for every sequence, and the step that advances all of them."""
 
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for, sizes_up_to
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_lists
-from hybrid_grpo.generation.sequence import Sequence
+from hybrid_grpo.generation.sequence import Sequence, new_text
+from hybrid_grpo.model.kernels.decoding import Alike
 from hybrid_grpo.model.upload import upload
 
 _TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _OFFSET = range(6)
@@ -161,24 +163,43 @@ class Decoder:
                 sequence.known_pages = len(sequence.pages)
         if self._graphs is None:
             read = self.cache.pages_for(max(s.position for s in active) + 1)
-            return self._choose(self._forward(n, read)), None
+            alike = self._alike(active)
+            return self._choose(self._forward(n, read, alike=alike), n, alike), None
         return _to_host([part[:n] for part in self._replayed(self._graphs, size_for(n, self.slots))])
 
-    def _forward(self, n: int, read: int, out: Tensor | None = None) -> Tensor:
-        """Return logits_nV of slots 0 to n - 1, of at most `read` pages each, in `out` where the step can write to it.
-        Only the cache changes, at each slot's position."""
+    def _alike(self, active: list[Sequence]) -> Alike | None:
+        """Return which slots have the same text, so that it is decoded once; None if none have, or the step cannot."""
+        if self.max_in_flight or self.cache.states or not isinstance(self._fused, CpuStep):
+            return None
+        texts: dict[tuple[int, int], list[int]] = {}
+        for slot, sequence in enumerate(active):
+            texts.setdefault((sequence.text, sequence.tokens[-1]), []).append(slot)
+        for slots in texts.values():
+            text = new_text()
+            for slot in slots:
+                active[slot].text = text
+        if len(texts) == len(active):
+            return None
+        begins = list(accumulate(map(len, texts.values()), initial=0))
+        return Alike(torch.tensor(begins), torch.tensor(list(chain.from_iterable(texts.values()))))
+
+    def _forward(self, n: int, read: int, out: Tensor | None = None, alike: Alike | None = None) -> Tensor:
+        """Return logits_nV of slots 0 to n - 1 (or of the texts that are `alike`), of at most `read` pages each, in
+        `out` where the step can write to it. Only the cache changes, at each slot's position."""
         token_n, position_n, table_nw = self._state_6n[_TOKEN, :n], self._state_6n[_POSITION, :n], self._table_nw[:n]
         rotary_n = position_n + self._state_6n[_OFFSET, :n] if self._has_offsets else position_n
         rows = Rows(token_n, table_nw, position_n, read, rotary_n)
+        if alike is not None:
+            return self._fused(rows, alike)
         if self._fused is not None:
             return self._fused(rows) if out is None else self._fused(rows, out)
         return decode_step(self._model, self.cache, rows)
 
-    def _choose(self, logits_nV: Tensor) -> tuple[Tensor, ...]:
+    def _choose(self, logits_nV: Tensor, n: int, alike: Alike | None = None) -> tuple[Tensor, ...]:
         """Advance slots 0 to n - 1 by one token; returns what the sampler returns."""
-        state_6n = self._state_6n[:, : len(logits_nV)]
-        seen_nV = self._seen_nV[: len(logits_nV)] if self._sampler.needs_seen and self._seen_nV is not None else None
-        token_n, *others = self._sampler(logits_nV, state_6n[_KEY], state_6n[_COUNT], seen_nV)
+        state_6n = self._state_6n[:, :n]
+        seen_nV = self._seen_nV[:n] if self._sampler.needs_seen and self._seen_nV is not None else None
+        token_n, *others = self._sampler(logits_nV, state_6n[_KEY], state_6n[_COUNT], seen_nV, alike)
         if seen_nV is not None:
             seen_nV.scatter_(1, token_n[:, None], True)
         state_6n[_TOKEN] = token_n
@@ -188,7 +209,7 @@ class Decoder:
     def _replayed(self, graphs: Graphs, size: int) -> tuple[Tensor, ...]:
         """Advance slots 0 to size - 1 by CUDA graphs; the next call overwrites the result."""
         (logits_nV,) = graphs.run(size, partial(self._forward_to_logits, size))
-        choose = partial(self._choose, logits_nV)
+        choose = partial(self._choose, logits_nV, size)
         return tuple(self._chosen.run(size, choose)) if graphs.usable else choose()
 
     def _forward_to_logits(self, size: int) -> tuple[Tensor]:

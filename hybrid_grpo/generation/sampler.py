@@ -89,7 +89,12 @@ class Sampler:
         """Whether tokens are drawn from the unchanged softmax at the temperature."""
 
     def __call__(
-        self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
+        self,
+        logits_nV: Tensor,
+        key_n: Tensor,
+        counter_n: Tensor,
+        seen_nV: Tensor | None = None,
+        alike: decoding.Alike | None = None,
     ) -> tuple[Tensor, ...]:
         """Choose one token for each row, int64 [n], and return it with its log-probability, float32 [n], and its
         support, if that is recorded, as `packed` returns it; see `Sampling.logprobs`. For the other arguments see
@@ -97,13 +102,15 @@ class Sampler:
 
         Args:
             seen_nV: bool, True for tokens of the prompt or the completion so far; required for a repetition penalty.
+            alike: the logits are those of texts, which rows share.
         """
         sampling = self.sampling
         if sampling.vocabulary < logits_nV.shape[1]:
             logits_nV = logits_nV[:, : sampling.vocabulary]
             seen_nV = None if seen_nV is None else seen_nV[:, : sampling.vocabulary]
         if self._is_plain and usable(logits_nV):
-            return decoding.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
+            return decoding.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature, alike)
+        logits_nV = logits_nV if alike is None else alike.spread(logits_nV)
         drawn_nV = self._changed(logits_nV.float(), counter_n, seen_nV) if self._changes_logits else logits_nV
         token_n, logp_n, kept_logp_n, kept_nV = sample(drawn_nV, key_n, counter_n, self._filters)
         if sampling.logprobs != "softmax":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.generation.sequence import Finish, Sequence
+from hybrid_grpo.generation.sequence import Finish, Sequence, new_text
 
 _READ_AHEAD = 4
 """One prefill reads prompts for at least 1/4 of the slots."""
@@ -35,6 +35,7 @@ class Group:
     """Number of tokens that the pages held before the group was read, as other sequences begin with them too."""
     copied: list[tuple[int, int]] = field(default_factory=list)
     """If the known tokens end within a page, that page and the group's own."""
+    text: int = field(default_factory=new_text)
 
     @property
     def position(self) -> int:
@@ -125,7 +126,7 @@ class Scheduler:
                 target += own
             sequence.pages, sequence.state, sequence.known = whole + own, group.state, group.known
             group.known = entries
-            sequence.position = entries
+            sequence.position, sequence.text = entries, group.text
             self.active.append(sequence)
             admitted.append(sequence)
             if not group.sequences:
@@ -147,6 +148,7 @@ class Scheduler:
             if (moved and tokens + new > budget) or need > self._spare:
                 break
             self.answered.popleft()
+            sequence.text = new_text()
             sequence.pages += self.cache.allocate(max(need, 0))
             self.active.append(sequence)
             moved.append(sequence)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import count
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -101,6 +102,10 @@ class Callbacks:
     """Returns what was recorded for a sequence whose turn has ended; the loop's own."""
 
 
+new_text = count().__next__
+"""Returns a number that no other text has."""
+
+
 @dataclass(eq=False)
 class Sequence:
     """One completion while it is sampled."""
@@ -148,6 +153,8 @@ class Sequence:
     """What the cache recorded for its tokens when it lost its pages, [tokens, ...]."""
     position_offset: int = 0
     """How far encoded positions after what was read are ahead of those in the cache."""
+    text: int = -1
+    """Number of its text before the last token, which sequences share while their tokens are the same."""
     reported: tuple[Sidecar, ...] | None = None
     """What was recorded up to the end of the turn; None unless someone wants it, who sets it to ()."""
     resumed_from: Completion | None = None

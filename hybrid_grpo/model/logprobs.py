@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradi
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.support import MaskColumns
 from hybrid_grpo.model.towers import text_forward
-from hybrid_grpo.model.upload import Selection
+from hybrid_grpo.model.upload import Selection, upload
 
 TILE_BYTES = 64 << 20
 """Bytes of one tile of logits in float32; a few such temporaries are alive at once."""
@@ -207,6 +208,24 @@ def token_logprobs(
     return logp_N, entropy_N
 
 
+@dataclass(frozen=True)
+class DistinctTargets:
+    """The different pairs of a hidden state and its target, as rows that begin alike have many in common."""
+
+    source: Selection
+    target_U: Tensor
+    spread: Selection
+    """Selects, from U pairs, that of each of N targets."""
+
+    @classmethod
+    def of(cls, source: np.ndarray, target_N: np.ndarray, device: torch.device) -> DistinctTargets | None:
+        """Return the pairs if they save a tenth of the head's work. `source`: the place of each hidden state."""
+        _, first, pair_N = np.unique((source << 32) + target_N, return_index=True, return_inverse=True)
+        if len(first) > 0.9 * len(pair_N):
+            return None
+        return cls(Selection(source[first], device), upload(target_N[first], device), Selection(pair_N, device))
+
+
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None, LogitShape, float], tuple[Tensor, ...]]
 """Computes further outputs from hidden states and the output head; see `LogprobModel.forward`."""
 
@@ -272,7 +291,7 @@ class LogprobModel(nn.Module):
             source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
             sidecars: the tokens to normalize over (default: the whole vocabulary), the experts to route by (default:
-                those that the routers choose), and the pictures among the tokens.
+                those that the routers choose), the pictures among the tokens, and `DistinctTargets`.
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
@@ -284,6 +303,10 @@ class LogprobModel(nn.Module):
         replay = find(sidecars, Replay)
         with nullcontext() if replay is None else routed(replay):
             out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)
-        hidden_ND = source(out.last_hidden_state.flatten(0, 1))
-        found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden_ND, target_N, support, temperature, more)
-        return found
+        head, hidden_ND = self.model.get_output_embeddings(), out.last_hidden_state.flatten(0, 1)
+        if (distinct := find(sidecars, DistinctTargets)) is None:
+            found: tuple[Tensor, ...] = head(source(hidden_ND), target_N, support, temperature, more)
+            return found
+        of_all = None if more is None else lambda hidden_UD, *others: more(distinct.spread(hidden_UD), *others)
+        logp_U, entropy_U, *others = head(distinct.source(hidden_ND), distinct.target_U, support, temperature, of_all)
+        return distinct.spread(logp_U), distinct.spread(entropy_U), *others

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hybrid_grpo.model.blocks import Blocks
+from hybrid_grpo.model.logprobs import DistinctTargets
 from hybrid_grpo.model.routing import Replay, Routing
 from hybrid_grpo.model.sidecars import Piece, TokenRow, find
 from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
@@ -78,13 +79,16 @@ class Reading:
         rows: Sequence[TokenRow],
         pieces: Sequence[Piece],
         tokens: Sequence[int],
+        source_N: np.ndarray,
         target_N: np.ndarray,
         device: torch.device,
     ) -> tuple[Any, ...]:
-        """Return what a training forward of `tokens`, which are those of pieces of rows, takes beside them."""
+        """Return what a training forward of `tokens`, which are those of pieces of rows, takes beside them. `source_N`:
+        the place of the token before each target."""
         columns = MaskColumns.of(rows, target_N, device) if any(row.sidecars for row in rows) else None
+        distinct = DistinctTargets.of(source_N, target_N, device) if columns is None else None
         replay = None if self.replays is None else Replay.of(pieces, self.replays, device)
-        return tuple(each for each in (columns, replay, self.shown(tokens, device)) if each is not None)
+        return tuple(each for each in (columns, distinct, replay, self.shown(tokens, device)) if each is not None)
 
 
 TEXT = Reading()

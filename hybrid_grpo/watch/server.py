@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -21,12 +20,11 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from hybrid_grpo.records.files import as_json
-from hybrid_grpo.rewards.remote import server as remote
 from hybrid_grpo.watch.answers import QUESTIONS, Answers
 from hybrid_grpo.watch.folders import Folders
 
@@ -56,12 +54,13 @@ def application(folders: Folders) -> Starlette:
             Middleware(BaseHTTPMiddleware, dispatch=_with_headers),
             Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"]),
         ],
-        exception_handlers={HTTPException: remote.refusal},
+        exception_handlers={HTTPException: _refusal},
     )
 
 
-listen = partial(remote.listen, HOST)
-"""Returns a socket that accepts connections from this machine only; port 0 picks a free port. May raise OSError."""
+def listen(port: int) -> socket.socket:
+    """Return a socket that accepts connections from this machine only; port 0 picks a free port. May raise OSError."""
+    return socket.create_server((HOST, port))
 
 
 def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None]) -> None:
@@ -95,6 +94,11 @@ def _settle(done: Future[Response], answer: Callable[[Request], Response], reque
         done.set_result(answer(request))
     except Exception as error:
         done.set_exception(error)
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code)
 
 
 async def _index(request: Request) -> Response:

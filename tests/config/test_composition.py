@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from user import User
 
-from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig, ServeRewardConfig
+from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig
 from hybrid_grpo.config import SftConfig, TrainConfig, build, dump
 from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.composition import about, is_unused, setting_names
@@ -13,7 +13,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.types import fields_of
 
-READERS = [ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig, ServeRewardConfig]
+READERS = [ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig]
 
 
 @pytest.mark.parametrize("cls", READERS)
@@ -54,8 +54,8 @@ def test_a_whole_section_may_be_given_without_what_is_not_used() -> None:
         parse(GenerateConfig, ["--rollout={temperature: 0.5, prompts_per_step: 3}"], "generate")
 
 
-def test_rewards_of_a_task_are_served(user: User) -> None:
-    config = parse(ServeRewardConfig, ["--config", user.yaml("data: {task: gsm8k}")], "serve-reward").config
+def test_rewards_of_a_task_are_those_that_score_computes(user: User) -> None:
+    config = parse(ScoreConfig, ["--config", user.yaml("data: {task: gsm8k}")], "score").config
     assert [reward.function for reward in config.rewards] == ["numeric_answer"]
 
 

@@ -14,7 +14,6 @@ from hybrid_grpo.commands.configs import (
     GenerateConfig,
     PlanConfig,
     PublishConfig,
-    ServeRewardConfig,
     WatchConfig,
 )
 from hybrid_grpo.config import SftConfig, TrainConfig
@@ -34,7 +33,7 @@ def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
 
 CLASSES = [
     *(TrainConfig, SftConfig, EvaluateConfig),
-    *(GenerateConfig, ChatConfig, PublishConfig, ServeRewardConfig, WatchConfig),
+    *(GenerateConfig, ChatConfig, PublishConfig, WatchConfig),
 ]
 
 

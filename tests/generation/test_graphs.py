@@ -379,7 +379,7 @@ def test_a_step_of_any_architecture_can_be_captured(architecture):
 @torch.inference_mode()
 def test_a_step_with_any_sampling_waits_for_nothing(sampling):
     decoder, captures = decoder_of(model_of(), sampling), Captures()
-    captures(lambda: decoder._choose(decoder._forward(4, 3)))
+    captures(lambda: decoder._choose(decoder._forward(4, 3), 4))
     assert len(captures.graphs[0].operations) > 50
 
 

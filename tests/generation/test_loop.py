@@ -11,6 +11,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import PREFILL_TOKENS
+from hybrid_grpo.generation.cpu_step import CpuStep
 from hybrid_grpo.model.kernels import build as kernels
 
 PROMPT_LENGTHS = [1, 2, 7, 19, 4, 1, 12, 9, 3, 16]
@@ -131,6 +132,24 @@ def test_completions_depend_neither_on_their_order_nor_on_which_call_they_are_pa
     turned = [Request(requests[i].prompt_ids, requests[i].keys[::-1]) for i in order]
     parts = [generate(view, part, sampling, max_slots=cut)[0] for part in (turned[:cut], turned[cut:])]
     assert_alike(parts[0] + parts[1], [groups[i][::-1] for i in order])
+
+
+@pytest.mark.skipif(kernels.load() is None, reason="torch decodes every row")
+@pytest.mark.parametrize("slots", [64, 5])
+@pytest.mark.parametrize(
+    "more", [{}, {"top_k": 9, "repetition_penalty": 1.1}, {"logprobs": "mask", "min_p": 0.1}], ids=str
+)
+def test_a_text_that_siblings_share_is_decoded_once(view, more, slots, monkeypatch):
+    requests, computed, step = requests_of(random_prompts(PROMPT_LENGTHS), 6), [], CpuStep.__call__
+    note = lambda *given: computed.append(len(step(*given))) or step(*given)  # noqa: E731
+    monkeypatch.setattr(CpuStep, "__call__", note)
+    sampling = Sampling(LIMIT, temperature=0.2, stop_ids=(4, 9), **more)
+    groups, stats = generate(view, requests, sampling, max_slots=slots)
+    beginnings = {(row, *c.token_ids[:n]) for row, g in enumerate(groups) for c in g for n in range(len(c.token_ids))}
+    assert len(beginnings) < 0.9 * stats.rows and len(beginnings) <= sum(computed) < stats.rows
+    assert sum(computed) == len(beginnings) or slots < 60, "all begin together"
+    monkeypatch.setattr(decoder.Decoder, "_alike", lambda *_: None)
+    assert_alike(groups, generate(view, requests, sampling, max_slots=slots)[0])
 
 
 def test_another_step_gives_other_completions_of_the_same_prompts(view, sampled):

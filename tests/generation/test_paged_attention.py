@@ -122,7 +122,7 @@ def test_packed_rows_of_training(monkeypatch, architecture):
         gpu_attention.install(monkeypatch, flash=flash, torch_kernel=kernel)
         logp_N, gradient = run()
         assert (logp_N - plain_N).abs().mean() < 0.03
-        assert torch.cosine_similarity(gradient, plain_gradient, dim=0) > 0.999
+        assert torch.cosine_similarity(gradient, plain_gradient, dim=0) > 0.998
         model.activation_checkpointing_enable({"use_reentrant": False})
         calls.clear()
         assert all(map(torch.equal, run(), (logp_N, gradient)))

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 from paths import SUPPORT
 from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
-from hybrid_grpo.model.logprobs import LogitShape, LogprobModel, token_logprobs
+from hybrid_grpo.data.packing import pack
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.logprobs import LogitShape, LogprobModel, squared_probabilities, token_logprobs
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.support import MaskColumns, SamplingMask
 from hybrid_grpo.model.upload import Selection
 
@@ -217,6 +221,22 @@ def test_a_model_s_scores_and_gradients_are_those_of_its_own_forward(architectur
     for name, parameter in scored.named_parameters():
         # Key biases have a gradient of zero but for rounding: differences count against the largest gradient.
         assert (parameter.grad - theirs[name].grad).abs().max() < 1e-5 * largest, name
+
+
+def test_equal_targets_of_rows_that_begin_alike_are_computed_once():
+    """Siblings that part late, one of them twice: values and gradients are those of every target by itself."""
+    rows = [[5, 6, 7, 8, 9, 1, 2, 3, 4, *end] for end in ([1, 2], [1, 3], [1, 2], [8])]
+    [micro] = pack(TokenRow.of([[3, 4, 5]] * 4, rows), 1000, torch.device("cpu"), share="on")
+    model, sizes = LogprobModel(build(tiny_config("qwen2"), ATTENTION)), []
+    model.model.lm_head.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    found = []
+    for sidecars in (micro.sidecars, ()):
+        model.zero_grad()
+        logp_N, entropy_N, square_N = model(*replace(micro, sidecars=sidecars).inputs, 0.7, squared_probabilities)
+        (logp_N * torch.arange(len(logp_N)) + entropy_N.square()).sum().backward()
+        grads = [p.grad.flatten() for p in model.parameters()]
+        found.append(torch.cat([logp_N.detach(), entropy_N.detach(), square_N.detach(), *grads]))
+    assert sizes == [14, 43] and relative(*found) < 1e-6
 
 
 def test_padding_has_no_part_in_scores_and_gradients():

@@ -65,8 +65,6 @@ def run(
     start = time.monotonic()
     with Ranks(*arguments, world=world, cwd=cwd, environment=environment) as ranks:
         status = ranks.wait(timeout)
-    left = list(Path("/dev/shm").glob(f"deepspeed_*_{ranks.port}_*"))
-    assert status or not left, "memory that outlives its ranks"
     return Done(status, *ranks.output, time.monotonic() - start)
 
 

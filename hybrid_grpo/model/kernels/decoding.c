@@ -165,14 +165,16 @@ struct attention {
     float scale, softcap;
     const float *sinks; /* [heads], or null */
     int64_t half, paired; /* `paired`: numbers of the pools are multiplied as they are */
+    const int64_t *begin, *entry; /* see `decode` */
 };
 
-static void put(const struct attention *a, void *pool, int64_t entry, const float *x)
+static void put(const struct attention *a, void *pool, int64_t entry, int64_t h, const float *x)
 {
+    const int64_t at = (entry * a->kv + h) * a->d;
     if (a->half)
-        narrow((half *)pool + entry, x, a->d);
+        narrow((half *)pool + at, x, a->d);
     else
-        memcpy((float *)pool + entry, x, a->d * sizeof(float));
+        memcpy((float *)pool + at, x, a->d * sizeof(float));
 }
 
 /* Entries of a page's head, the first at `place` of the pool; floats, in `own` if those of the pool are `half`, unless
@@ -187,13 +189,16 @@ static const void *entries(const struct attention *a, const void *pool, int64_t 
     return own;
 }
 
-/* Stores key and value head h of a row in the cache. */
+/* Stores key and value head h of a row in the cache, in the entries of all that are as the row. */
 static void store(const struct attention *a, int64_t row, int64_t h)
 {
-    const int64_t d = a->d, page = a->page, at = a->position[row];
-    const int64_t entry = ((a->table[row * a->width + at / page] * page + at % page) * a->kv + h) * d;
-    put(a, a->keys, entry, a->key + row * a->key_row + h * a->key_head);
-    put(a, a->values, entry, a->value + row * a->value_row + h * a->value_head);
+    const int64_t page = a->page, at = a->position[row], own = a->table[row * a->width + at / page] * page + at % page;
+    const int64_t *entry = a->begin ? a->entry + a->begin[row] : &own;
+    const int64_t *end = a->begin ? a->entry + a->begin[row + 1] : entry + 1;
+    for (; entry < end; entry++) {
+        put(a, a->keys, *entry, h, a->key + row * a->key_row + h * a->key_head);
+        put(a, a->values, *entry, h, a->value + row * a->value_row + h * a->value_head);
+    }
 }
 
 /* Attends over a row's sequence up to the row, which may have been stored together with rows before it. The softmax over
@@ -347,7 +352,8 @@ static struct input team_input(const struct model *model, const float *x, int64_
 /* The attention of a layer for t[n][hidden]; returns its output before the last product, [n][heads][d]; null if keys and
  * values are only to be stored. */
 static float *team_attention(const struct model *m, const struct layer *l, float *work, const float *t, const float *rope,
-                             const int32_t *table, const int64_t *position, int64_t n, int64_t width, int only_store)
+                             const int32_t *table, const int64_t *position, int64_t n, int64_t width,
+                             const int64_t *begin, const int64_t *entry, int only_store)
 {
     const int64_t d = m->d, wide = m->heads * d, narrow = m->kv * d, group = m->heads / m->kv;
     const int64_t apart = m->gated ? 2 * d : d;
@@ -358,7 +364,7 @@ static float *team_attention(const struct model *m, const struct layer *l, float
     team_products(qkv + only_store, 3 - only_store, &in);
     const struct attention a = {out, q, m->heads * apart, apart, k, narrow, d, v, narrow, d, l->keys, l->values, table,
                                 position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0, m->half,
-                                PAIRED_FOR(m->half, d, m->page)};
+                                PAIRED_FOR(m->half, d, m->page), begin, entry};
     #pragma omp for schedule(static)
     for (int64_t job = 0; job < n * m->kv; job++) {
         const int64_t row = job / m->kv;
@@ -417,7 +423,8 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
 
 /* A model of the Llama family (Touvron et al., arXiv:2302.13971, section 2.2) for one new token of every sequence:
  * logits[n][vocabulary] of token[n] at position[n], whose cos and sin are rope[n][2][rotated]. Any layer may have a
- * Gated DeltaNet in place of its attention.
+ * Gated DeltaNet in place of its attention. A row stands for all sequences with its tokens: its keys and values are
+ * stored in the entries entry[begin[row]] to entry[begin[row + 1] - 1] of the cache (without `begin`, in its own).
  *
  * `work` holds n * (2 hidden + 2 inner + mixer) numbers, where the mixer of attention takes heads (apart + d) + 2 kv d,
  * and that of a Gated DeltaNet 2 (2 keys + values) + 2 values + 2 heads. One team of threads runs all of it: it meets at
@@ -425,7 +432,8 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
  * attention, has stored its keys and values.
  */
 void decode(const struct model *given, float *logits, float *work, const int64_t *token, const float *rope,
-            const int32_t *table, const int64_t *position, int64_t n, int64_t width)
+            const int32_t *table, const int64_t *position, int64_t n, int64_t width, const int64_t *begin,
+            const int64_t *entry)
 {
     struct model own = *given, *m = &own;
     if (!multiplies_halves())
@@ -452,7 +460,8 @@ void decode(const struct model *given, float *logits, float *work, const int64_t
                 out = team_delta(m, l->delta, mixer, t, n);
                 team_add_product(x, t, team_input(m, out, n, m->delta_heads * m->dv), l->delta->out, 0, hidden);
             } else {
-                out = team_attention(m, l, mixer, t, rope, table, position, n, width, !logits && i == m->count - 1);
+                out = team_attention(m, l, mixer, t, rope, table, position, n, width, begin, entry,
+                                     !logits && i == m->count - 1);
                 if (!out)
                     break;
                 team_add_product(x, t, team_input(m, out, n, m->heads * m->d), l->o, l->o_bias, hidden);
@@ -488,44 +497,43 @@ static float exp_sum(const float *logits, float peak, float scale, int64_t count
     return sum;
 }
 
-/* token[n] and logp[n] from logits[n][v]: drawn from softmax(logits / temperature) by inverting its cumulative
- * distribution at the stream's next number, or the largest where temperature is 0 (logp then at temperature 1). */
+/* token and logp of rows from logits[n][v]: drawn from softmax(logits / temperature) by inverting its cumulative
+ * distribution at the stream's next number, or the largest where temperature is 0 (logp then at temperature 1). Logits i
+ * are those of rows slot[begin[i]] to slot[begin[i + 1] - 1]; without `begin`, of row i. */
 void sample(int64_t *token, float *logp, const float *logits, const int64_t *key, const int64_t *counter,
-            float temperature, int64_t n, int64_t v)
+            const int64_t *begin, const int64_t *slot, float temperature, int64_t n, int64_t v)
 {
     const float scale = temperature > 0 ? 1 / temperature : 1;
-    #pragma omp parallel for schedule(static) if (n * v > 1 << 13)
-    for (int64_t row = 0; row < n; row++) {
-        const float *x = logits + row * v;
-        float peak = x[0];
-        for (int64_t i = 1; i < v; i++)
-            peak = x[i] > peak ? x[i] : peak;
+    #pragma omp parallel for schedule(dynamic, 1) if (n * v > 1 << 13)
+    for (int64_t i = 0; i < n; i++) {
+        const float *x = logits + i * v;
+        float peak = x[0], block[v / BLOCK + 1];
+        for (int64_t j = 1; j < v; j++)
+            peak = x[j] > peak ? x[j] : peak;
         double total = 0;
-        for (int64_t i = 0; i < v; i += BLOCK)
-            total += exp_sum(x + i, peak, scale, v - i < BLOCK ? v - i : BLOCK);
-        int64_t chosen = 0;
-        if (temperature > 0) {
-            const double threshold = uniform(key[row], counter[row]) * total;
-            double sum = 0;
-            float block = 0;
-            int64_t i = 0;
-            for (; i < v; i += BLOCK) {
-                block = exp_sum(x + i, peak, scale, v - i < BLOCK ? v - i : BLOCK);
-                if (sum + block > threshold)
-                    break;
-                sum += block;
-            }
-            /* Inside the block. Its parts may add up to slightly less than its sum: then the last part is taken. */
-            const int64_t end = i + BLOCK < v ? i + BLOCK : v;
-            for (; i < end && sum <= threshold; i++) {
-                const float part = expf((x[i] - peak) * scale);
-                sum += part;
-                chosen = part > 0 ? i : chosen;
-            }
-        } else
-            while (chosen < v - 1 && x[chosen] < peak)
-                chosen++;
-        token[row] = chosen;
-        logp[row] = (x[chosen] - peak) * scale - (float)log(total);
+        for (int64_t b = 0; b * BLOCK < v; b++)
+            total += block[b] = exp_sum(x + b * BLOCK, peak, scale, v - b * BLOCK < BLOCK ? v - b * BLOCK : BLOCK);
+        for (int64_t j = begin ? begin[i] : i; j < (begin ? begin[i + 1] : i + 1); j++) {
+            const int64_t row = slot ? slot[j] : j;
+            int64_t chosen = 0;
+            if (temperature > 0) {
+                const double threshold = uniform(key[row], counter[row]) * total;
+                double sum = 0;
+                int64_t b = 0;
+                while (b * BLOCK < v && sum + block[b] <= threshold)
+                    sum += block[b++];
+                /* Inside the block. Its parts may add up to slightly less than its sum: then the last part is taken. */
+                const int64_t end = (b + 1) * BLOCK < v ? (b + 1) * BLOCK : v;
+                for (int64_t at = b * BLOCK; at < end && sum <= threshold; at++) {
+                    const float part = expf((x[at] - peak) * scale);
+                    sum += part;
+                    chosen = part > 0 ? at : chosen;
+                }
+            } else
+                while (chosen < v - 1 && x[chosen] < peak)
+                    chosen++;
+            token[row] = chosen;
+            logp[row] = (x[chosen] - peak) * scale - (float)log(total);
+        }
     }
 }

@@ -5,7 +5,7 @@ torch's own kernels are made for larger matrices.
 
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,9 +119,23 @@ def fits(group: int, page: int, d: int) -> bool:
     return group <= 64 and group * page <= 2048 and max(group, page) * d <= 8192
 
 
-def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+class Alike(NamedTuple):
+    """Which of n rows have the same text: for text u, row_n[begin_u[u] : begin_u[u + 1]]; both int64."""
+
+    begin_u: Tensor
+    row_n: Tensor
+
+    def spread(self, x_u: Tensor) -> Tensor:
+        """Give each row the entry of its text."""
+        x_n = x_u.repeat_interleave(self.begin_u.diff(), dim=0)
+        return torch.empty_like(x_n).index_copy_(0, self.row_n, x_n)
+
+
+def sample(
+    logits_uV: Tensor, key_n: Tensor, counter_n: Tensor, temperature: float, alike: Alike | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw tokens (int64 [n]) with log-probabilities (float32 [n]), without filters or penalties; see `Sampler`."""
-    n, vocabulary = logits_nV.shape
-    token_n, logp_n = key_n.new_empty(n), logits_nV.new_empty(n)
-    run("sample", token_n, logp_n, logits_nV, key_n, counter_n, temperature, n, vocabulary)
+    token_n, logp_n = torch.empty_like(key_n), logits_uV.new_empty(len(key_n))
+    begin_u, row_n = alike or (None, None)
+    run("sample", token_n, logp_n, logits_uV, key_n, counter_n, begin_u, row_n, temperature, *logits_uV.shape)
     return token_n, logp_n

@@ -68,7 +68,6 @@ class WandbTracker:
             group=config.group,
             tags=config.tags or None,
             notes=config.notes,
-            job_type=config.job_type,
             id=run_id(folder / "wandb", resumes),
             resume="allow",
             config=json_safe(settings),

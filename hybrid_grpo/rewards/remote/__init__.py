@@ -1,1 +1,1 @@
-"""Rewards over HTTP: the client is the built-in `remote`, the server is the command `serve-reward`."""
+"""Rewards over HTTP: `remote`, a service of the user, and `judge`, a language model that grades."""

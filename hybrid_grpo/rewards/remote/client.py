@@ -1,4 +1,4 @@
-"""The built-in reward `remote`: a client of reward services, either OpenRLHF's or `serve-reward` (service.py).
+"""The built-in reward `remote`: a client of reward services, OpenRLHF's or others.
 
     POST url  {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "extra_logs": {...}}
 
@@ -42,8 +42,8 @@ async def remote(
 ) -> list[float | None]:
     """The rewards that a service returns for B completions, sent in one request.
 
-    A reward is None if the service returns null, and NaN if it also reports an error for the row (service.py). Settings
-    are those of docs/rewards/remote.md. `log_extra` receives the lists in the answer's `extra_logs`; `log_metric` and
+    A reward is None if the service returns null, and NaN if `errors` in its `extra_logs` names an error. Settings are
+    those of docs/rewards/remote.md. `log_extra` receives the lists in the answer's `extra_logs`; `log_metric` and
     `trainer_state` are named so that they are not taken for columns. Raises ValueError if a setting or a column is
     invalid, and RuntimeError if there was no usable answer, or the service failed on every row.
     """

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from hybrid_grpo.config.errors import RESUME_STATUS
 from hybrid_grpo.distributed.workers.family import adopt_orphans, descendants, die_with_parent, kill
-from hybrid_grpo.run.stopping.leftovers import unlink_buffers, unlink_leftovers
+from hybrid_grpo.run.stopping.leftovers import unlink_leftovers
 from hybrid_grpo.run.stopping.status import (
     LAUNCHER_GONE,
     PHASES,
@@ -278,7 +278,6 @@ class _Watcher:
         self.mine.tick, self.mine.status = time.monotonic(), status
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
         self.shared.forget_file()
-        unlink_buffers(all_ranks=status != 0)
         if self.shared.rank == 0:
             _write_status(str(status))
         os._exit(status)

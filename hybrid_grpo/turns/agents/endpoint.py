@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hybrid_grpo.rewards.remote.server import body_of, health, is_local, listen, nobody
+from hybrid_grpo.rewards.remote.options import is_loopback
 from hybrid_grpo.turns.agents.protocol import MODEL, Refused, Sampled, chat_reply, chat_stream, tokens_reply
 
 if TYPE_CHECKING:
@@ -40,14 +42,14 @@ class Endpoint:
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
-        listener = listen("127.0.0.1", 0)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         turns = [
             Route(path, self._turn, methods=["POST"]) for path in ("/v1/chat/completions", "/inference/v1/generate")
         ]
         app = Starlette(
-            routes=[*turns, Route("/v1/models", self._models), Route("/health", health)],
-            exception_handlers={HTTPException: _refusal, ClientDisconnect: nobody},
+            routes=[*turns, Route("/v1/models", self._models), Route("/health", _health)],
+            exception_handlers={HTTPException: _refusal, ClientDisconnect: _nobody},
         )
         settings = uvicorn.Config(
             app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=600
@@ -57,7 +59,7 @@ class Endpoint:
 
     def _admitted(self, request: Request) -> tuple[Play, str]:
         """Return the episode of a request, whose key is its bearer token; see `Agents.admit`."""
-        if not is_local(request) or "origin" in request.headers:  # a web page
+        if not _is_local(request) or "origin" in request.headers:  # a web page
             raise Refused(403, "the endpoint answers programs of this machine", "forbidden")
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         return self._agents.admit(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
@@ -65,9 +67,11 @@ class Endpoint:
     async def _turn(self, request: Request) -> Response:
         episode = self._admitted(request)
         try:
-            body = json.loads(await body_of(request, _LARGEST_BODY, _ARRIVAL_S))
+            body = json.loads(await asyncio.wait_for(_body(request), _ARRIVAL_S))
         except (ValueError, RecursionError):
             raise Refused(400, "the body is not JSON") from None
+        except TimeoutError:
+            raise Refused(408, "the request did not arrive in time") from None
         ask = self._agents.read(request.url.path, body)
         answered = Future[Sampled | Refused]()
         self._agents.take(episode, ask, answer := answered.set_result)
@@ -91,6 +95,32 @@ class Endpoint:
         self._admitted(request)
         model = {"id": MODEL, "object": "model", "owned_by": "hybrid_grpo", **self._agents.model()}
         return JSONResponse({"object": "list", "data": [model]})
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _LARGEST_BODY:
+            raise Refused(413, f"the body may have at most {_LARGEST_BODY} bytes")
+    return bytes(body)
+
+
+def _is_local(request: Request) -> bool:
+    """Whether a request names this machine as its host. A web page whose name resolves to this machine's address (DNS
+    rebinding) sends its own name."""
+    try:
+        return is_loopback(urlsplit("//" + request.headers.get("host", "")).hostname or "")
+    except ValueError:
+        return False
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    return Response()  # the client has gone
 
 
 async def _disconnected(request: Request) -> None:

@@ -258,23 +258,14 @@ def test_a_launcher_that_is_killed_before_its_ranks_look_ends_them(tmp_path, kil
 
 
 def test_what_killed_runs_left_in_shared_memory_goes_with_the_next_start(monkeypatch, tmp_path):
-    """Two ranks that were killed with their watchers, while they met, left 132 MB."""
     monkeypatch.setattr(leftovers, "_MEMORY", tmp_path)
-    monkeypatch.setenv("MASTER_ADDR", "here")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setenv("RANK", "0")
-    names = {name: f"{leftovers._BUFFER}{name}" for name in ("here_1_0", "here_1_1", "used_1_0", "left_2_0", "new_3_0")}
-    for name, file in names.items():
-        (tmp_path / file).write_bytes(bytes(8))
-        os.utime(tmp_path / file, (0, 0) if name in ("used_1_0", "left_2_0") else None)
-    with (tmp_path / names["used_1_0"]).open("r+b") as file, mmap.mmap(file.fileno(), 8):
+    files = {name: tmp_path / f"{leftovers._STATUS}{name}" for name in ("used", "left", "new")}
+    for name, file in files.items():
+        file.write_bytes(bytes(8))
+        os.utime(file, None if name == "new" else (0, 0))
+    with files["used"].open("r+b") as file, mmap.mmap(file.fileno(), 8):
         leftovers.unlink_leftovers()
-        kept = set(names.values()) - {names["left_2_0"]}
-        assert {path.name for path in tmp_path.iterdir()} == kept
-    leftovers.unlink_buffers(all_ranks=False)
-    assert {path.name for path in tmp_path.iterdir()} == kept - {names["here_1_0"]}
-    leftovers.unlink_buffers(all_ranks=True)
-    assert {path.name for path in tmp_path.iterdir()} == {names["used_1_0"], names["new_3_0"]}
+        assert {*tmp_path.iterdir()} == {files["used"], files["new"]}
 
 
 SUSPENDED = """
