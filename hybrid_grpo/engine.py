@@ -37,7 +37,7 @@ from hybrid_grpo.distributed.hardware import refuse_idle_gpus, take_gpu
 from hybrid_grpo.model.blend import blend
 from hybrid_grpo.model.gathered_weights import View
 from hybrid_grpo.model.lora import Adapter
-from hybrid_grpo.model.whole_layers import whole_layers
+from hybrid_grpo.model.towers import whole_layers
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 """Counters of DeepSpeed's engine, which its profiler relies on."""

@@ -13,12 +13,12 @@ from torch.profiler import record_function
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.config.adapters import base_of, is_adapter
-from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
-from hybrid_grpo.data.measuring import measured
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout, measured
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.data.pictures import ImageStore, sight_of
 from hybrid_grpo.distributed.movement import Movement, UnchangedTensors
-from hybrid_grpo.distributed.ranks import all_reduce, rank
+from hybrid_grpo.distributed.ranks import all_reduce, neighbors, rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Callbacks,
@@ -101,7 +101,7 @@ class Policy:
         self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
         config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
-        self.packs = attention == ATTENTION
+        self.packs, self._group = attention == ATTENTION, neighbors(engine.sequence_parallel)
         # An adapter that is trained further is read after its base.
         start = policy if lora is None or not lora.rank else dataclasses.replace(policy, model=base_of(policy.model))
         with engines.sharded_loading(config):
@@ -118,7 +118,13 @@ class Policy:
         self.deepspeed_config = self.engine.config
         self.movement = Movement(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
         sight = sight_of(album, policy, self.engine.device)
-        self.reading = Reading(sight, replays(model, policy, paged=self.packs and decoder == "paged"))
+        refuse(
+            self._group is not None and (sight is not None or not self.packs),
+            f"engine.sequence_parallel {engine.sequence_parallel} divides packed rows of text, and policy.model has"
+            " others: remove it",
+        )
+        records = self.packs and decoder == "paged" and self._group is None
+        self.reading = Reading(sight, replays(model, policy, paged=records))
         self.experts = described(model, self.reading.replays)
 
     def step(self) -> StepResult:
@@ -220,7 +226,7 @@ class Policy:
         device, share = self.engine.device, self.config.shared_prefix
         budget = token_budget(self.config, on_gpu=device.type != "cpu", gradients=gradients)
         if self.packs:
-            return pack(rows, budget, device, share=share, reading=self.reading, together=together)
+            return pack(rows, budget, device, share=share, reading=self.reading, together=together, group=self._group)
         return pad(rows, budget, device, reading=self.reading, together=together)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:

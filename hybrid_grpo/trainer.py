@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch, measured
 from hybrid_grpo.data.loader import StepLoader
-from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.distributed.ranks import exchange_objects, rank, reduced
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
@@ -210,7 +209,6 @@ class Trainer(Stage):
         self.meter.update(measure_sampling(rollout, spans, captures))
         if self.partners is not None:
             self.meter.update(self.partners.numbers(rollout))
-        self.trace.decoded(stats.timeline)
         return rollout
 
     def old_policy(self, rollout: Rollout) -> OldPolicy:

@@ -49,6 +49,10 @@ def test_minibatches_and_the_reference_do_not_depend_on_the_ranks(folder, with_r
     assert two[0]["metrics"][1]["policy/kl"] == pytest.approx(one["metrics"][1]["policy/kl"], rel=1e-4)
 
 
+def test_ranks_that_share_every_row_do_the_same_steps(folder, with_reference):
+    assert_same_steps(ranks(2, "split", folder), with_reference, minibatches=2)
+
+
 def test_sampler_and_training_forward_agree_and_the_rewards_are_timed(alone):
     for metrics in alone["metrics"]:
         assert 0 < metrics["time/reward_s"] < metrics["time/step_s"] > metrics["time/reward_wait_s"] >= 0

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.about import MAY_CHANGE, About
-from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.errors import did_you_mean, refuse, refuse_indivisible
 from hybrid_grpo.config.fields import HOME, SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
 
 _Decay = Annotated[Number, Ge(0), Lt(1)]
@@ -123,6 +123,9 @@ class EngineConfig:
     single rank, where there is nothing to shard and stage 3 takes longer."""
     offload_optimizer: Annotated[Switch, About(in_plan=3), MAY_CHANGE] = False
     """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
+    sequence_parallel: Annotated[Count, About(in_plan=3), MAY_CHANGE] = 1
+    """Number of neighboring ranks that compute each row's training pass together (Ulysses, arXiv:2309.14509), each with
+    its share of the tokens, for rows that are too long for one. Decoding stays on every rank by itself."""
     timeout_minutes: Annotated[Positive, MAY_CHANGE] = 30.0
     """Minutes that a rank waits for the others in one collective operation before it fails."""
     deepspeed: Annotated[dict[str, Any], MAY_CHANGE] = field(default_factory=dict)
@@ -174,6 +177,7 @@ class EngineConfig:
             refuse(
                 name not in known, f"engine.deepspeed.{name} is not a setting of DeepSpeed: {did_you_mean(name, known)}"
             )
+        refuse_indivisible("ranks", world_size, self.sequence_parallel, "engine.sequence_parallel")
         name = "zero_optimization.zero_hpz_partition_size"
         for size in self._given(name):
             refuse(

@@ -105,7 +105,7 @@ class LogConfig:
     histograms_every: Whole = 10
     """Steps between histograms of rewards, lengths and advantages for wandb, of written rollouts; 0 makes none."""
     details: Switch = True
-    """Write details.jsonl: the stages of each step on every rank and the timeline of decoding."""
+    """Write details.jsonl: the stages of each step on every rank."""
     profile: Count | list[Count] = field(default_factory=list)
     """Step, or list of steps, that torch's profiler traces. The run's profile/ gets each rank's trace, and a table of
     each stage's slowest operations. A profiled step takes longer. Default: none."""

@@ -141,6 +141,7 @@ class TrainConfig(ModelRunConfig):
             section.check(self)
         self._check_alone()
         self._check_carry()
+        self._check_split_rows()
         _check_objective(self.grpo, self.rollout, self.lora, self.reward_names)
         check_outcome(self.eval, self.reward_names)
         self._check_sources()
@@ -157,6 +158,20 @@ class TrainConfig(ModelRunConfig):
             f"rollout.num_generations {self.rollout.num_generations} makes no group: advantages need"
             f" {', '.join(['2 or more', *ways])}",
         )
+
+    def _check_split_rows(self) -> None:
+        """Refuse what the training pass needs of whole rows, if several ranks compute each."""
+        ranks = self.engine.sequence_parallel
+        for setting, value, whole in (
+            ("rollout.logprobs", self.rollout.logprobs, self.rollout.logprobs == "mask"),
+            ("grpo.baseline", self.grpo.baseline, self.grpo.baseline == "optimal"),
+            ("policy.routing", self.policy.routing, self.policy.routing == "replay"),
+        ):
+            refuse(
+                ranks > 1 and whole,
+                f"{setting} {value} needs whole rows, of which engine.sequence_parallel {ranks} gives each rank a part:"
+                " remove one of them",
+            )
 
     def _check_carry(self) -> None:
         carry = self.rollout.carry

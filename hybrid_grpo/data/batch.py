@@ -14,7 +14,7 @@ Three log-probabilities keep three names: `logp` (the current policy), `old_logp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import chain
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.data.completion import Completion, Prompt
-from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.attention import Batch
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
 from hybrid_grpo.model.upload import Selection
@@ -247,7 +247,7 @@ class MicroBatch:
     """bool, True on the sampled tokens of each completion."""
     place_N: Tensor
     """int64, the index of each completion token in the flattened mask [b, T]; of a filler that of its dummy token."""
-    segments: Segments | None
+    segments: Batch | None
     """Which tokens attend to which when packed; None for padded rows."""
     sidecars: tuple[Any, ...] = ()
     """What the forward takes beside the tokens; see `Reading.sidecars`."""
@@ -280,6 +280,26 @@ class MicroBatch:
         # By index, since the backward of a mask would wait for the device to count it.
         zeros = values_N.new_zeros(self.mask_bT.numel())
         return zeros.index_copy(0, self.place_N, values_N).view_as(self.mask_bT)
+
+
+@torch.no_grad()
+def measured(
+    engine: Callable[..., Any],
+    batches: list[MicroBatch],
+    shape: tuple[int, int],
+    temperature: float,
+    more: Callable[..., tuple[Tensor, ...]] | None = None,
+) -> list[Tensor]:
+    """Return the log-probability and the entropy of every completion token in `batches`, and what `more` returns for
+    it, each float32 [B, T] (`shape`), 0 elsewhere. Collective. `engine` runs a `LogprobModel`, `more` is a
+    `HeadFunction`, and every rank has the same number of batches."""
+    found_BT: list[Tensor] = []
+    for micro in batches:
+        values = engine(*micro.inputs, temperature, more)
+        found_BT = found_BT or [torch.zeros(shape, device=micro.input_ids_bS.device) for _ in values]
+        for value_BT, value_N in zip(found_BT, values if micro.rows else (), strict=False):
+            micro.put(value_BT, value_N)
+    return found_BT
 
 
 @dataclass(frozen=True)

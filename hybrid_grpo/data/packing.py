@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
-from hybrid_grpo.distributed.ranks import all_reduce
+from hybrid_grpo.distributed.ranks import all_gather_objects, all_reduce
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.reading import TEXT, Reading, joined_positions
 from hybrid_grpo.model.sidecars import Piece, TokenRow
+from hybrid_grpo.model.ulysses import SharedTargets, SplitSegments
 from hybrid_grpo.model.upload import Selection, upload
 
 _WORTH_SHARING = 0.1
@@ -112,11 +113,14 @@ def pack(
     share: Literal["auto", "on", "off"],
     reading: Reading = TEXT,
     together: int = 1,
+    group: Any = None,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
     A row longer than the `budget` gets a micro-batch of its own. `share`: whether what several rows begin with is
     computed once; auto: if that saves a tenth of the tokens. Rows with the same prompt, and with indices from
-    k * together to (k + 1) * together - 1, are not separated."""
+    k * together to (k + 1) * together - 1, are not separated. The ranks of a `group` compute each micro-batch together,
+    of whose tokens every one has its share of the budget."""
+    budget *= 1 if group is None else group.size()
     units = _units(rows, together)
     trees = [_Tree.apart(unit) for unit in units]
     if share != "off":
@@ -124,7 +128,7 @@ def pack(
         every, fewer = (sum(tree.tokens for tree in way) for way in (trees, shared))
         if share == "on" or every - fewer >= _WORTH_SHARING * every:
             trees = shared
-    return _balanced(trees, budget, device, reading)
+    return _balanced(trees, budget, device, reading, group)
 
 
 def _units(rows: Sequence[TokenRow], together: int) -> list[list[TokenRow]]:
@@ -132,7 +136,7 @@ def _units(rows: Sequence[TokenRow], together: int) -> list[list[TokenRow]]:
     return [list(unit) for _, unit in groupby(rows, lambda row: row.index // together)]
 
 
-def _balanced(trees: list[_Tree], budget: int, device: torch.device, reading: Reading) -> list[MicroBatch]:
+def _balanced(trees: list[_Tree], budget: int, device: torch.device, reading: Reading, group: Any) -> list[MicroBatch]:
     """Make micro-batches without splitting trees; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
     count = -(-sum(min(tree.tokens, budget) for tree in trees) // budget)
@@ -140,9 +144,31 @@ def _balanced(trees: list[_Tree], budget: int, device: torch.device, reading: Re
     count = max(count, sum(2 * tree.tokens > budget for tree in trees))
     while any(len(part) > 1 and sum(tree.tokens for tree in part) > budget for part in _spread(trees, count)):
         count += 1
+    if group is not None:
+        batches = _shared([part for part in _spread(trees, count) if part], device, reading, group)
+        count = len(batches)
     most = int(all_reduce(torch.tensor(count, device=device), "max"))
-    parts = [part for part in _spread(trees, most) if part]
-    return [_packed(part, device, reading) for part in parts] + _fillers(most - len(parts), device)
+    if group is None:
+        parts = [part for part in _spread(trees, most) if part]
+        batches = [_packed(part, _Packed.of(part, reading), device, reading) for part in parts]
+    return batches + _fillers(most - len(batches), device)
+
+
+def _shared(parts: list[list[_Tree]], device: torch.device, reading: Reading, group: Any) -> list[MicroBatch]:
+    """Make this rank's shares of the micro-batches of all ranks of a group. Collective in it."""
+    own, rank, n = [_Packed.of(part, reading) for part in parts], group.rank(), group.size()
+    batches = []
+    for owner, theirs in enumerate(all_gather_objects(own, group)):
+        for number, packed in enumerate(theirs):
+            packed = packed.padded(n)
+            part = slice(rank * len(packed.tokens) // n, (rank + 1) * len(packed.tokens) // n)
+            split = SplitSegments(Segments.of_tree(packed.own, packed.parents, device), group)
+            of_source, of_target = np.array(packed.source), np.array(packed.target)
+            targets = SharedTargets(of_source, of_target, part, group, device, owns=owner == rank)
+            micro = _packed(parts[number], packed, device, reading) if owner == rank else _fillers(1, device)[0]
+            ids, places = upload([packed.tokens[part]], device), upload(packed.positions[..., part], device)
+            batches.append(replace(micro, input_ids_bS=ids, position_ids=places, segments=split, sidecars=(targets,)))
+    return batches
 
 
 def _parts(rows: Sequence[TokenRow], budget: int, reading: Reading) -> list[list[TokenRow]]:
@@ -172,26 +198,46 @@ def _spread(trees: list[_Tree], count: int) -> list[list[_Tree]]:
     return parts
 
 
-def _packed(trees: list[_Tree], device: torch.device, reading: Reading) -> MicroBatch:
-    """Make one sequence of the pieces of trees."""
-    tokens: list[int] = []
-    positions: list[np.ndarray] = []
-    source: list[int] = []
-    own: list[tuple[int, int]] = []
-    parents: list[int] = []
-    for tree in trees:
-        first = len(own)
-        for row, begin, end, parent in tree.pieces:
-            own.append((len(tokens), end - begin))
-            parents.append(first + parent if parent >= 0 else -1)
-            tokens += row.ids[begin:end]
-            positions.append(reading.positions(row.ids[:end])[0][:, begin:])
-        for row, path in zip(tree.rows, tree.paths, strict=True):
-            place = np.concatenate([start + np.arange(length) for start, length in (own[first + n] for n in path)])
-            source += place[len(row.prompt) - 1 + np.array(row.targets)].tolist()
-    segments = Segments.of_tree(own, parents, device, reading.blocks(tokens))
+@dataclass(frozen=True)
+class _Packed:
+    """One sequence of the pieces of trees: its tokens, and for each piece its place and the piece that it continues."""
+
+    tokens: list[int]
+    positions: np.ndarray
+    own: list[tuple[int, int]]
+    parents: list[int]
+    source: list[int]
+    target: list[int]
+
+    @classmethod
+    def of(cls, trees: list[_Tree], reading: Reading) -> _Packed:
+        found = cls([], np.empty(0), [], [], [], [])
+        tokens, own, positions = found.tokens, found.own, list[np.ndarray]()
+        for tree in trees:
+            first = len(own)
+            for row, begin, end, parent in tree.pieces:
+                own.append((len(tokens), end - begin))
+                found.parents.append(first + parent if parent >= 0 else -1)
+                tokens += row.ids[begin:end]
+                positions.append(reading.positions(row.ids[:end])[0][:, begin:])
+            for row, path in zip(tree.rows, tree.paths, strict=True):
+                place = np.concatenate([start + np.arange(length) for start, length in (own[first + n] for n in path)])
+                found.source.extend(place[len(row.prompt) - 1 + np.array(row.targets)].tolist())
+                found.target.extend(row.completion[target] for target in row.targets)
+        return replace(found, positions=joined_positions(positions))
+
+    def padded(self, multiple: int) -> _Packed:
+        """Return the sequence with a piece that nothing attends to, if its length is not a multiple."""
+        if not (more := -len(self.tokens) % multiple):
+            return self
+        own, positions = [*self.own, (len(self.tokens), more)], np.pad(self.positions, ((0, 0), (0, more)))
+        return replace(self, tokens=self.tokens + [0] * more, positions=positions, own=own, parents=[*self.parents, -1])
+
+
+def _packed(trees: list[_Tree], packed: _Packed, device: torch.device, reading: Reading) -> MicroBatch:
+    segments = Segments.of_tree(packed.own, packed.parents, device, reading.blocks(packed.tokens))
     rows, pieces = (list(chain(*parts)) for parts in zip(*((tree.rows, tree.pieces) for tree in trees), strict=True))
-    return _micro_batch(rows, pieces, [tokens], joined_positions(positions), source, segments, device, reading)
+    return _micro_batch(rows, pieces, [packed.tokens], packed.positions, packed.source, segments, device, reading)
 
 
 def pad(

@@ -119,13 +119,18 @@ def gather_objects(value: Any) -> list[Any] | None:
     return values
 
 
-def all_gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks in rank order, on every rank."""
+def all_gather_objects(value: T, group: Any = None) -> list[T]:
+    """Return the values of all ranks, or those of a `group`, in rank order, on every one of them."""
     if world_size() == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def neighbors(size: int) -> Any:
+    """Return the group of `size` ranks next to each other that has this rank; None if it is alone. Collective."""
+    return dist.new_subgroups(size)[0] if size > 1 else None
 
 
 def shared_out(work: Callable[[int], T], count: int) -> list[T]:

@@ -9,7 +9,6 @@ from hybrid_grpo.generation.journal import Journal, complete_rest
 from hybrid_grpo.generation.loop import Stats, generate
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
 from hybrid_grpo.generation.sequence import Callbacks, OnFinish, OnStep, Request, ShouldStop, Turns
-from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "Sampling",
     "ShouldStop",
     "Stats",
-    "Timeline",
     "Turns",
     "Workspace",
     "complete_rest",

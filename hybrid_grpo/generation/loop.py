@@ -23,9 +23,8 @@ from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler, groups_of
-from hybrid_grpo.generation.sequence import Callbacks, Request, Sequence, lengths_of, sequences_of
+from hybrid_grpo.generation.sequence import Callbacks, Request, Sequence, Stats, lengths_of, sequences_of
 from hybrid_grpo.generation.shape_probe import geometry_of
-from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import install_kernels
 from hybrid_grpo.model.layers import install_fused_layers
@@ -81,18 +80,15 @@ class _Loop:
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
-        self.stats.timeline = timeline = Timeline(schedule.slots)
         turns = self.callbacks.turns
         while (schedule.busy or (turns is not None and turns.is_open)) and not self._should_stop():
             if self.callbacks.on_step:
                 self.callbacks.on_step()
             self._take_answers()
             self._admit()
-            timeline.look(schedule)
             self._step()
             while self.in_flight and (len(self.in_flight) > self.max_in_flight or not schedule.active):
                 self._collect()
-        timeline.end(schedule)
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures

@@ -102,6 +102,27 @@ class Callbacks:
     """Returns what was recorded for a sequence whose turn has ended; the loop's own."""
 
 
+@dataclass
+class Stats:
+    """Statistics of a call of `generate`."""
+
+    steps: int = 0
+    """Forward passes of the decode loop."""
+    rows: int = 0
+    """Total rows of these passes: one for each sampled token, and for each that came after the end of a turn."""
+    context: int = 0
+    """Cache entries that these rows attended to."""
+    prefills: int = 0
+    """Number of prompts read; a preempted sequence that is read again is counted again."""
+    answers: int = 0
+    """Number of answers between turns that were added to an existing cache."""
+    preempted: int = 0
+    """Number of sequences that lost their pages while they were being decoded or waiting."""
+    peak_cache_bytes: int = 0
+    captures: int = 0
+    """Number of forwards captured as CUDA graphs."""
+
+
 new_text = count().__next__
 """Returns a number that no other text has."""
 

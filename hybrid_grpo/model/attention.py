@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hybrid_grpo.model.blocks import Blocks, Spans
-from hybrid_grpo.model.kernels.attention import SegmentAttention
+from hybrid_grpo.model.kernels.attention import segment_attention
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.latents import caches_latents
 from hybrid_grpo.model.ragged_attention import Options, attend, has_ragged_kernel, ragged_attention
@@ -133,7 +133,7 @@ class Segments:
         if self._paths is not None:
             k, v = (torch.cat([tensor, self._paths(tensor)]) for tensor in (k, v))
         if usable(options.sinks) and (usable(q, k, v) or usable(q, k, v, dtype=torch.bfloat16)):
-            out = SegmentAttention.apply(q, k, v, *self._table, *options)
+            out, _ = segment_attention(q, k, v, *self._table, *options)
         elif has_ragged_kernel(q, options.softcap, options.sinks is not None):
             gathered, begins, longest = self._lengths
             keys, values = (k, v) if gathered is None else (gathered(k), gathered(v))
@@ -165,7 +165,7 @@ class Segments:
 
     @cached_property
     def _table(self) -> tuple[Tensor, int, int]:
-        """Arguments of `SegmentAttention`: the segments, the most keys of a segment, the total length of prefixes."""
+        """Arguments of `segment_attention`: the segments, the most keys of a segment, the total length of prefixes."""
         rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
         longest = max(length + before for _, length, _, before in rows)
         before = sum(before for *_, before in rows)

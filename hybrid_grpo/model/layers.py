@@ -19,11 +19,14 @@ from weakref import WeakSet
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hybrid_grpo.model.kernels import gpu
 
 ROTATION = "apply_rotary_pos_emb"
 """transformers' name for the function of a model's module that rotates queries and keys."""
+TILE = 8192
+"""Tokens of a tile of an MLP: enough for full speed."""
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ALIKE = 0.97
@@ -61,6 +64,19 @@ def fuse(model: Any, device: torch.device | None) -> None:
     for layer in model.modules():
         if is_residual_layer(layer) and all(map(_is_normed, (layer.input_layernorm, layer.post_attention_layernorm))):
             layer.__class__ = _with_residuals(layer.__class__)
+
+
+def tile_mlps(model: Any) -> None:
+    """Make gated MLPs of long rows compute some tokens at a time, and their activations again in backward."""
+    for module in filter(is_gated_mlp, model.modules()):
+        module.forward = functools.partial(_in_tiles, module.forward)
+
+
+def _in_tiles(forward: Any, x: Tensor) -> Tensor:
+    if x.shape[-2] < 2 * TILE:
+        out: Tensor = forward(x)
+        return out
+    return torch.cat([checkpoint(forward, part, use_reentrant=False) for part in x.split(TILE, dim=-2)], dim=-2)
 
 
 def _fused(module: Any, right: Callable[..., bool]) -> Callable[..., Any] | None:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.layers import install_fused_layers
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.attention import Batch
+from hybrid_grpo.model.layers import install_fused_layers, tile_mlps
 from hybrid_grpo.model.routing import Replay, routed
 from hybrid_grpo.model.sidecars import find
 from hybrid_grpo.model.sight import ImageInputs
@@ -208,14 +209,38 @@ def token_logprobs(
     return logp_N, entropy_N
 
 
+HeadFunction = Callable[[Tensor, Tensor, Tensor | None, LogitShape, float], tuple[Tensor, ...]]
+"""Computes further outputs from hidden states and the output head; see `LogprobModel.forward`."""
+
+
 @dataclass(frozen=True)
-class DistinctTargets:
-    """The different pairs of a hidden state and its target, as rows that begin alike have many in common."""
+class Targets:
+    """The targets that a rank computes, where these are not all N: the places of their hidden states, and their ids."""
 
     source: Selection
     target_U: Tensor
-    spread: Selection
+
+    def spread(self, *values_U: Tensor) -> tuple[Tensor, ...]:
+        """Return the values of all N targets."""
+        raise NotImplementedError
+
+    def head(self, more: HeadFunction) -> HeadFunction:
+        """Return what computes `more` of all N targets from U hidden states."""
+        raise UserError("engine.sequence_parallel: a feature computes logits of whole rows: remove one of them")
+
+
+@dataclass(frozen=True)
+class DistinctTargets(Targets):
+    """The different pairs of a hidden state and its target, as rows that begin alike have many in common."""
+
+    pair: Selection
     """Selects, from U pairs, that of each of N targets."""
+
+    def spread(self, *values_U: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(self.pair, values_U))
+
+    def head(self, more: HeadFunction) -> HeadFunction:
+        return lambda hidden_UD, *others: more(self.pair(hidden_UD), *others)
 
     @classmethod
     def of(cls, source: np.ndarray, target_N: np.ndarray, device: torch.device) -> DistinctTargets | None:
@@ -224,10 +249,6 @@ class DistinctTargets:
         if len(first) > 0.9 * len(pair_N):
             return None
         return cls(Selection(source[first], device), upload(target_N[first], device), Selection(pair_N, device))
-
-
-HeadFunction = Callable[[Tensor, Tensor, Tensor | None, LogitShape, float], tuple[Tensor, ...]]
-"""Computes further outputs from hidden states and the output head; see `LogprobModel.forward`."""
 
 
 def squared_probabilities(
@@ -278,7 +299,7 @@ class LogprobModel(nn.Module):
         position_ids: Tensor,
         source: Selection,
         target_N: Tensor,
-        segments: Segments | None,
+        segments: Batch | None,
         sidecars: tuple[Any, ...],
         temperature: float,
         more: HeadFunction | None = None,
@@ -291,12 +312,14 @@ class LogprobModel(nn.Module):
             source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
             sidecars: the tokens to normalize over (default: the whole vocabulary), the experts to route by (default:
-                those that the routers choose), the pictures among the tokens, and `DistinctTargets`.
+                those that the routers choose), the pictures among the tokens, and `Targets`.
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
         if not self._is_prepared:
             install_fused_layers(self.model, input_ids_bS)
+            if self.model.is_activation_checkpointing:
+                tile_mlps(self.model)
             self._is_prepared = True
         packed = {} if segments is None else {"batch": segments}
         support, shown = find(sidecars, MaskColumns), find(sidecars, ImageInputs)
@@ -304,9 +327,9 @@ class LogprobModel(nn.Module):
         with nullcontext() if replay is None else routed(replay):
             out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)
         head, hidden_ND = self.model.get_output_embeddings(), out.last_hidden_state.flatten(0, 1)
-        if (distinct := find(sidecars, DistinctTargets)) is None:
+        if (own := find(sidecars, Targets)) is None:
             found: tuple[Tensor, ...] = head(source(hidden_ND), target_N, support, temperature, more)
             return found
-        of_all = None if more is None else lambda hidden_UD, *others: more(distinct.spread(hidden_UD), *others)
-        logp_U, entropy_U, *others = head(distinct.source(hidden_ND), distinct.target_U, support, temperature, of_all)
-        return distinct.spread(logp_U), distinct.spread(entropy_U), *others
+        of_all = None if more is None else own.head(more)
+        logp_U, entropy_U, *others = head(own.source(hidden_ND), own.target_U, support, temperature, of_all)
+        return *own.spread(logp_U, entropy_U), *others

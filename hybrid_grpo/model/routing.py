@@ -14,8 +14,8 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import refuse
@@ -86,9 +87,22 @@ class routed(AbstractContextManager[None]):
         _routes.reset(self._token)
 
 
-def recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a checkpointed layer's forward and of its recomputation, which is routed as that is."""
-    return nullcontext(), routed(_routes.get(None))
+_KEPT = {"hybrid_grpo": "segment_attention", "torch_attn": "_varlen_attn", "flash_attn": "_flash_attn_varlen_forward"}
+"""Operators whose results are kept: most of the time of a long row, and as much memory as the input of a layer."""
+
+
+def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a checkpointed layer's forward, and of its recomputation, which keeps the attention and is
+    routed as that is."""
+    found = [getattr(getattr(torch.ops, name), of, None) for name, of in _KEPT.items()]
+    kept, again = create_selective_checkpoint_contexts([operator.default for operator in found if operator])
+    return kept, _both(again, routed(_routes.get(None)))
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 class _Choice(TorchFunctionMode):

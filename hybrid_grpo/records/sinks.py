@@ -20,7 +20,6 @@ from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.alarms.alarms import RollBack
 from hybrid_grpo.records.console import ConsoleSink, NotebookSink, display_for
 from hybrid_grpo.records.files import TRACE_FILE, as_json, cut_lines, replace_text, rollout_files
-from hybrid_grpo.records.step_trace import trace_line
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.records.trackers.process import TrackerProcess, start_tracker
 from hybrid_grpo.records.write_failures import one_line
@@ -117,11 +116,11 @@ class Log:
                 write_table(self._rollouts / f"step_{step:06d}.parquet", joined(tables))
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
-    def write_trace(self, step: int, own: dict[str, Any] | None) -> None:
-        """Write the step's trace, joined from every rank's `own` part; if `own` is None, do nothing. Collective."""
-        parts = None if own is None else ranks.gather_objects(own)
-        if parts is not None:
-            line = as_json(trace_line(step, parts), separators=(",", ":"))
+    def write_trace(self, step: int, own: list[Any] | None) -> None:
+        """Write the step's trace, of every rank's `own` stages; if `own` is None, do nothing. Collective."""
+        stages = None if own is None else ranks.gather_objects(own)
+        if stages is not None:
+            line = as_json({"step": step, "stages": stages}, separators=(",", ":"))
             with one_line(self._trace.parent), self._trace.open("a", encoding="utf-8") as file:
                 print(line, file=file)
 

@@ -4,8 +4,7 @@ from torch import Tensor
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, PolicyConfig
-from hybrid_grpo.data.batch import MicroBatch
-from hybrid_grpo.data.measuring import measured
+from hybrid_grpo.data.batch import MicroBatch, measured
 from hybrid_grpo.model.loading import load_model, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters

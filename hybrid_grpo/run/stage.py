@@ -12,7 +12,6 @@ from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.feature import Feature, Features, Stateful
 from hybrid_grpo.run.stopping.progress import Progress
@@ -20,12 +19,11 @@ from hybrid_grpo.run.stopping.progress import Progress
 
 @dataclass(frozen=True)
 class RunServices:
-    """What a run gives to its stage and policy; the defaults, for a stage without a run, do nothing. `trace` collects
-    what is recorded of a step beyond its metrics, and `alarms` can make a step skip its update."""
+    """What a run gives to its stage and policy; the defaults, for a stage without a run, do nothing. `alarms` can
+    make a step skip its update."""
 
     progress: Progress = field(default_factory=Progress)
     """Where the stage reports its phase and learns that it must stop."""
-    trace: StepTrace = field(default_factory=StepTrace)
     alarms: Alarms = field(default_factory=Alarms)
     journal: Journal | None = None
     """Keeps the completions of steps that no checkpoint covers yet."""
@@ -38,7 +36,7 @@ class Stage:
         policy: the model that is trained.
         meter: collects a step's metrics; it is reduced and logged after every step.
         features: the features that extend the stage.
-        services: what the run gives to the stage, whose attributes `progress`, `trace` and `alarms` are.
+        services: what the run gives to the stage, whose attributes `progress` and `alarms` are.
 
     Attributes:
         parts: the stage's parts of a checkpoint, other than the policy and the features, by name.
@@ -57,7 +55,7 @@ class Stage:
     ) -> None:
         services = services or RunServices()
         self.policy, self.meter, self.features = policy, meter, Features(features, meter)
-        self.progress, self.trace, self.alarms = services.progress, services.trace, services.alarms
+        self.progress, self.alarms = services.progress, services.alarms
         self._may_skip = services.alarms.may_skip
         self.parts: Mapping[str, Stateful] = {}
         self.shards: OffloadedModel | None = None

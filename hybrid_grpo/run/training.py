@@ -22,9 +22,9 @@ from hybrid_grpo.records.alarm_records import write_alarm
 from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
 from hybrid_grpo.records.exports import export, exported
 from hybrid_grpo.records.files import replace_text
+from hybrid_grpo.records.metrics.meter import stages_of
 from hybrid_grpo.records.profiler import Profiler
 from hybrid_grpo.records.sinks import Log
-from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.records.write_failures import WriteFailed, one_line, why, write_prompts
 from hybrid_grpo.run.fingerprints import CODE, Fingerprints
 from hybrid_grpo.run.folder import RunFolder, named, say
@@ -60,8 +60,7 @@ class TrainingRun:
         self._run_folder = RunFolder(Path(run.dir) / str(run.name))
         self.folder = self._run_folder.path
         self.journal = Journal(self.folder / "journal", rank())
-        progress, trace = Progress(run, device), StepTrace(self.config.log)
-        self.services = RunServices(progress, trace, self._alarms, self.journal)
+        self.services = RunServices(Progress(run, device), self._alarms, self.journal)
         settings = settings_of(self.config)
         self.saver = Saver(parsed.config.checkpoint, run.steps, self.folder, settings, self.journal)
         self.checkpoints = self.saver.checkpoints
@@ -163,7 +162,6 @@ class TrainingRun:
         """Make a step. If it cannot be finished, the run is saved as it was before that step."""
         # Pickled, which copies states with a row for every prompt much faster than `deepcopy`.
         before = pickle.dumps(self._states(stage))
-        stage.trace.begin(step)
         try:
             is_first = step == self.start.step + 1
             with (
@@ -202,7 +200,8 @@ class TrainingRun:
         if due := [of for of in stage.eval_sets if is_last or (of.every and step % of.every == 0)]:
             stage.progress.enter("evaluation")
             stage.evaluate(step, due)
-        log.write_trace(step, stage.trace.own(stage.meter.spans))
+        if self.config.log.details:
+            log.write_trace(step, stages_of(stage.meter.spans))
         # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines that lack a
         # checkpoint are cut off on resuming.
         log.write(step, values := self.watched(step, stage))

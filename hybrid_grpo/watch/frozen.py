@@ -99,7 +99,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
         "step": {
             "steps": newest["steps"],
             "kept": [
-                {"details": {name: one["details"].get(name) for name in ("step", "stages", "decoder")}}
+                {"details": {name: one["details"].get(name) for name in ("step", "stages")}}
                 for _, one in sorted(steps.items())
             ],
         },

@@ -1,5 +1,5 @@
 """Reads metrics.jsonl into a table as the file is written, and samples it while a large file is being read; and reads
-details.jsonl, the traces of a run's steps (`records/step_trace.py`), which are in the order of their steps."""
+details.jsonl, the traces of a run's steps (`stages_of`), which are in the order of their steps."""
 
 import os
 import re

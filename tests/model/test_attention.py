@@ -6,9 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import ARCHITECTURES, MORE_ATTENTION, build, tiny_config
+from rank_threads import in_ranks
+from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, build, tiny_config
 
 from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.distributed.ranks import neighbors
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
@@ -89,6 +91,36 @@ def test_packed_scores_and_gradients_are_those_of_the_models_own_forward(archite
         assert torch.allclose(mine, theirs, atol=2e-5)
     weighted(found).backward()
     assert_same_gradients(own, packed)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *MORE_ATTENTION} - {*STATES}))
+def test_rows_that_ranks_share_are_those_of_one(architecture, world):
+    """Each rank has other rows, the last none; with 3 there are fewer key heads than ranks."""
+    config = tiny_config(architecture, hidden=16 * world, num_attention_heads=2 * world)
+    own, (prompts, completions) = build(config), rollout()
+    expected = own_logprobs(own, prompts, completions)
+    weighted(expected).backward()
+
+    def program(rank):
+        model, found = LogprobModel(build(config, ATTENTION)), {}
+        rows = TokenRow.of(prompts, completions)[rank :: world - 1] if rank < world - 1 else []
+        for micro in pack(rows, 20, CPU, share="on", group=neighbors(world)):
+            logp_bT = micro.unflatten(model(*micro.inputs, TEMPERATURE)[0])
+            own = {row: logp_bT[i][micro.mask_bT[i]] for i, row in enumerate(micro.rows)}
+            loss = sum((torch.cos(torch.arange(len(x)) + 3.0 * row) * x).sum() for row, x in own.items())
+            (loss + 0 * logp_bT.sum()).backward()
+            found |= {row: x.detach() for row, x in own.items()}
+        return gradients(model.model), found
+
+    ended = in_ranks(world, program)
+    scored = {row: value for _, found in ended for row, value in found.items()}
+    assert all(torch.allclose(scored[row], theirs, atol=2e-5) for row, theirs in enumerate(expected))
+    theirs = gradients(own)
+    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        mine = sum(of_rank.get(name, torch.zeros(())) for of_rank, _ in ended)
+        assert torch.allclose(mine, gradient, atol=5e-5 * largest), name
 
 
 def test_padded_rows_score_the_same():

@@ -6,7 +6,7 @@ import torch
 from tiny_models import ARCHITECTURES, build, tiny_config
 
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.whole_layers import whole_layers
+from hybrid_grpo.model.towers import whole_layers
 
 
 def numbers(model):

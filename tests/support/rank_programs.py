@@ -96,6 +96,7 @@ def build(
     prompts_per_step: int = 8,
     model: str = "model",
     deepspeed: dict[str, Any] | None = None,
+    split: int = 1,
     workspace: Workspace | None = None,
     rollout: dict[str, Any] | None = None,
     **policy: Any,
@@ -108,7 +109,12 @@ def build(
         features=False,
         workspace=workspace,
         policy={"model": str(folder / model), "micro_batch_tokens": 160, **policy},
-        engine={"zero_stage": stage, "offload_optimizer": offload, "deepspeed": deepspeed or {}},
+        engine={
+            "zero_stage": stage,
+            "offload_optimizer": offload,
+            "deepspeed": deepspeed or {},
+            "sequence_parallel": split,
+        },
         data={"limit": 200, "eval_path": str(folder / "heldout.jsonl"), "eval_limit": 24},
         rollout={**sizes, **(rollout or {})},
         grpo={"beta": beta, "num_minibatches": num_minibatches, "num_iterations": num_iterations},
@@ -119,6 +125,11 @@ def build(
 def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> dict[str, Any]:
     """Two steps: rollouts, and the reduced numbers."""
     return two_steps(build(folder, stage=stage, beta=beta, num_minibatches=num_minibatches))
+
+
+def split(folder: Path) -> dict[str, Any]:
+    """As `zero3_reference`, with every row on all ranks."""
+    return two_steps(build(folder, beta=0.1, num_minibatches=2, split=world_size()))
 
 
 def two_steps(trainer: Trainer, between: Callable[[], object] = lambda: None) -> dict[str, Any]:

@@ -25,7 +25,8 @@ _REDUCED = {
 def in_ranks(world: int, program: Callable[[int], T]) -> list[T]:
     """What the program returns on each rank; it is given the rank's number."""
     group = _Group(world)
-    with mock.patch("hybrid_grpo.distributed.ranks.dist", group), ThreadPoolExecutor(world) as threads:
+    patches = [mock.patch(f"hybrid_grpo.{module}.dist", group) for module in ("distributed.ranks", "model.ulysses")]
+    with patches[0], patches[1], ThreadPoolExecutor(world) as threads:
         ended = [threads.submit(group.run, rank, program) for rank in range(world)]
     # A rank that raised is the reason why the others were not answered.
     failed = [e for e in (done.exception() for done in ended) if e is not None]
@@ -59,13 +60,19 @@ class _Group:
     def get_rank(self) -> int:
         return int(self._own.rank)
 
-    def get_world_size(self) -> int:
+    def get_world_size(self, group: Any = None) -> int:
         return self._world
 
-    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+    rank, size = get_rank, get_world_size
+
+    def new_subgroups(self, size: int) -> tuple[_Group, list[_Group]]:
+        assert size == self._world
+        return self, [self]
+
+    def all_reduce(self, tensor: Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None) -> None:
         tensor.copy_(_REDUCED[op](torch.stack(self._all(tensor.clone()))))
 
-    def all_gather_object(self, values: list[Any], value: Any) -> None:
+    def all_gather_object(self, values: list[Any], value: Any, group: Any = None) -> None:
         values[:] = map(pickle.loads, self._all(pickle.dumps(value)))
 
     def gather_object(self, value: Any, values: list[Any] | None, dst: int) -> None:
@@ -74,7 +81,12 @@ class _Group:
             values[:] = found
 
     def all_to_all_single(
-        self, found: Tensor, sent: Tensor, found_sizes: list[int] | None = None, sent_sizes: list[int] | None = None
+        self,
+        found: Tensor,
+        sent: Tensor,
+        found_sizes: list[int] | None = None,
+        sent_sizes: list[int] | None = None,
+        group: Any = None,
     ) -> None:
         parts = self._all(sent.split(sent_sizes or 1))
         torch.cat([of_rank[self.get_rank()] for of_rank in parts], out=found)

@@ -48,8 +48,7 @@ def runs(make_run: Any) -> list[Path]:
     tokens = {"token_ids": [[7, 8]], "pieces": [["the", " answer"]], "logp": [[-0.123456789, -2.5]]}
     tokens |= {"row": [0], "prompt_index": [0], "sample": [0], "advantage": [[0.1, -0.1]]}
     pyarrow.parquet.write_table(pyarrow.table(tokens), slow / "rollouts" / "step_000060.parquet")
-    decoder = {"t": [0.0, 1.0], "decoding": [24, 1], "waiting": [0, 0], "queued": [9, 0], "slots": 24}
-    trace = {"step": 60, "stages": [[["generate", 0.0, 1.2]], [["generate", 0.0, 3.0]]], "decoder": [decoder, decoder]}
+    trace = {"step": 60, "stages": [[["generate", 0.0, 1.2]], [["generate", 0.0, 3.0]]]}
     (slow / "details.jsonl").write_text(json.dumps(trace) + "\n")
     write_alarm(slow, AlarmRecord(30, "parity", 30, "sampler and training forward differ by 0.2000 nats"))
     return [slow, make_run("fast", numbers(2.0), "policy: {lr: 0.2}")]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores, TrainBatch
-from hybrid_grpo.data.measuring import measured
+from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores, TrainBatch, measured
 from hybrid_grpo.features.guests.settings import GuestsConfig
 from hybrid_grpo.features.guests.writers import GuestFile, GuestModel, Learner
 from hybrid_grpo.generation.rollout import requests_of

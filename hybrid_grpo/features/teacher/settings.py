@@ -116,6 +116,11 @@ class TeacherConfig(FeatureConfig):
             f"teacher.prompt_column {self.prompt_column} is read instead of the prompt, to which"
             " rollout.environment appends what the policy reads: remove one of them",
         )
+        ranks = config.engine.sequence_parallel
+        refuse(
+            self.is_on and ranks > 1,
+            f"teacher compares whole rows, and engine.sequence_parallel {ranks} gives each rank a part: remove one",
+        )
         refuse(
             self.is_on and rollout.agent is not None,
             "teacher reads the prompt and a completion, and rollout.agent writes histories: remove one of them",

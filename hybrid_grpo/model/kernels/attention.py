@@ -8,8 +8,21 @@ from torch import Tensor
 from hybrid_grpo.model.kernels.build import run
 
 
-class SegmentAttention(torch.autograd.Function):
-    """(query [N, heads, d], key and value [N, key_value_heads, d]) -> [N, heads, d], all in bfloat16 or float32.
+@torch.library.custom_op("hybrid_grpo::segment_attention", mutates_args=())
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments_S4: Tensor,
+    longest: int,
+    before: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of query [N, heads, d] to key and value [N, key_value_heads, d], all in bfloat16 or float32,
+    [N, heads, d], and the logarithm of the sum of exponentials of each query's logits, float32 [N, heads].
 
     Args:
         segments_S4: int64; start and length of each segment, then of its prefix.
@@ -17,26 +30,38 @@ class SegmentAttention(torch.autograd.Function):
         before: sum of the lengths of all prefixes.
         scale, window, softcap, sinks: see `model.ragged_attention.Options`.
     """
+    q, k, v = (x.contiguous().float() for x in (query, key, value))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+    sizes = len(segments_S4), longest, q.shape[1], k.shape[1], q.shape[2], window, scale, softcap
+    run("segment_attention", out, lse, q, k, v, sinks, segments_S4, *sizes)
+    return out.to(query.dtype), lse
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, segments_S4, longest, ctx.before, scale, window, softcap, sinks = args
-        query, key, value = (x.contiguous().float() for x in tensors)
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2])
-        ctx.sizes = (len(segments_S4), longest, query.shape[1], key.shape[1], query.shape[2], window, scale, softcap)
-        run("segment_attention", out, lse, query, key, value, sinks, segments_S4, *ctx.sizes)
-        out = out.to(tensors[0].dtype)
-        ctx.save_for_backward(*tensors, out, lse, segments_S4, sinks)
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *halves, lse, segments_S4, sinks = ctx.saved_tensors
-        query, key, value, out, wide = (x.contiguous().float() for x in (*halves, dout))
-        dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        tensors = dq, dk, dv, key.new_zeros(2, ctx.before, *key.shape[1:]), wide, out, lse, query, key, value
-        run("segment_attention_gradient", *tensors, segments_S4, *ctx.sizes)
-        return *(x.to(dout.dtype) for x in (dq, dk, dv)), *[None] * 6, sink_gradient(dout, out, lse, sinks)
+@segment_attention.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
+        query.shape[:2], dtype=torch.float32
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, segments_S4, ctx.longest, ctx.before, ctx.scale, ctx.window, ctx.softcap, sinks = inputs
+    ctx.save_for_backward(query, key, value, *output, segments_S4, sinks)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *halves, lse, segments_S4, sinks = ctx.saved_tensors
+    query, key, value, out, wide = (x.contiguous().float() for x in (*halves, dout))
+    dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    (_, heads, d), of_keys = query.shape, key.shape[1]
+    sizes = len(segments_S4), ctx.longest, heads, of_keys, d, ctx.window, ctx.scale, ctx.softcap
+    tensors = dq, dk, dv, key.new_zeros(2, ctx.before, of_keys, d), wide, out, lse, query, key, value
+    run("segment_attention_gradient", *tensors, segments_S4, *sizes)
+    return *(x.to(dout.dtype) for x in (dq, dk, dv)), *[None] * 6, sink_gradient(dout, out, lse, sinks)
+
+
+segment_attention.register_autograd(_gradient, setup_context=_keep)
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:

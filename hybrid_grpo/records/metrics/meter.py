@@ -123,3 +123,12 @@ def _of_all(name: str, of_ranks: list[tuple[float, float]]) -> float:
     same = reduction != "same" or math.isnan(total) or min(parts) == total
     assert same, f"{name} differs between ranks: {min(parts)} to {total}"
     return total / sum(weight for _, weight in of_ranks) if reduction in ("mean", "rank_mean") else total
+
+
+def stages_of(spans: Sequence[Span]) -> list[Any] | None:
+    """Return the name, begin and end of this rank's stages, in seconds since the step began; None if it has none."""
+    start = next((begin for name, begin, _ in spans if name == "step"), None)
+    if start is None:
+        return None
+    within = sorted((begin, end, name) for name, begin, end in spans if name != "step" and begin >= start)
+    return [[name, round(begin - start, 4), round(end - start, 4)] for begin, end, name in within]

@@ -27,6 +27,7 @@ from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.memory_tracker import MemoryTracker
+from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.towers import loader
@@ -91,7 +92,7 @@ class DryRun:
         self.model.tie_weights()
         self.model.train()
         if policy.gradient_checkpointing:
-            self.model.activation_checkpointing_enable({"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
         self._scored = LogprobModel(self.model)
         if on_gpu:
             fuse(self.model, None)
@@ -240,8 +241,10 @@ def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, p
     """Return the largest micro-batch of full-length prompts and completions; it has no padding if the model `packs`."""
     prompts = batch.prompts_per_rank // batch.num_minibatches
     # No two prompts are the same, and no two completions.
+    split = config.engine.sequence_parallel  # a rank has so much of each row
+    length, prompt = -(-config.rollout.longest(prompt) // split), -(-prompt // split)
     prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]
-    completion_ids = [[row] * (config.rollout.longest(prompt) - prompt) for row in range(len(prompt_ids))]
+    completion_ids = [[row] * max(1, length - prompt) for row in range(len(prompt_ids))]
     budget = token_budget(config.policy, on_gpu=on_gpu, gradients=True)
     rows, cpu = TokenRow.of(prompt_ids, completion_ids), torch.device("cpu")
     together = batch.num_generations if config.grpo.whole_groups else 1

@@ -25,7 +25,6 @@ from typing import NoReturn
 
 from hybrid_grpo.config.errors import RESUME_STATUS
 from hybrid_grpo.distributed.workers.family import adopt_orphans, descendants, die_with_parent, kill
-from hybrid_grpo.run.stopping.leftovers import unlink_leftovers
 from hybrid_grpo.run.stopping.status import (
     LAUNCHER_GONE,
     PHASES,
@@ -83,8 +82,6 @@ def watched(work: Callable[[], int]) -> NoReturn:
     watcher = os.getpid()
     if shared.rank == 0:
         _write_status("running")
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        unlink_leftovers()
     pid = os.fork()
     if not pid:
         _be_watched(shared, stops, stacks, watcher)

@@ -1,6 +1,5 @@
-// One step from the inside: its stages by rank and its decoder.
+// One step from the inside: its stages by rank.
 import { ask, byId, el, whole } from "./dom.js";
-import { Decoder } from "./decoder.js";
 import { Layers } from "./layers.js";
 import { offerRuns } from "./runs.js";
 import { partColor, remember, state } from "./state.js";
@@ -26,8 +25,7 @@ const newest = el(
 const status = el("p", { class: "soft", role: "status" });
 const time = { title: "Where the time of the steps went", unit: "s per step", color: partColor };
 const layers = new Layers(time, (first, last) => go(last));
-const waterfall = new Waterfall(),
-  decoder = new Decoder();
+const waterfall = new Waterfall();
 
 export function startStep() {
   byId("step").append(
@@ -39,7 +37,7 @@ export function startStep() {
       newest,
     ),
     status,
-    el("div", { class: "charts" }, layers.card, waterfall.card, decoder.card),
+    el("div", { class: "charts" }, layers.card, waterfall.card),
     el("p", { class: "hint" }, "The slider takes the arrow keys too. Newest follows the run while it trains."),
   );
 }
@@ -79,7 +77,6 @@ async function draw() {
   const details = answer?.details;
   slider.disabled = !details;
   waterfall.card.hidden = !details?.stages?.flat().length;
-  decoder.card.hidden = !details?.decoder?.some(Boolean);
   if (!details) {
     status.textContent = run ? "This run has no traces of its steps (log.details)." : "Choose a run on the left.";
     return;
@@ -93,5 +90,4 @@ async function draw() {
     `Step ${whole(details.step)} of ${whole(first)} to ${whole(last)}.` +
     (kept ? ` In this file: ${kept.map(whole).join(", ")}.` : "");
   if (!waterfall.card.hidden) waterfall.show(details.stages);
-  if (!decoder.card.hidden) decoder.show(details.decoder);
 }

@@ -1,6 +1,5 @@
 """Stopping: requests that save the run, launchers and ranks that die, and what is left of processes."""
 
-import mmap
 import os
 import signal
 import subprocess
@@ -19,8 +18,8 @@ from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.run.local_ranks import free_port
-from hybrid_grpo.run.stopping import leftovers, watcher
 from hybrid_grpo.run.stopping import progress as progresses
+from hybrid_grpo.run.stopping import watcher
 from hybrid_grpo.run.stopping.status import SharedStatus
 
 TRAIN = ("train", "--config", "train.yaml", "--run.resume", "auto")
@@ -255,17 +254,6 @@ def test_a_launcher_that_is_killed_before_its_ranks_look_ends_them(tmp_path, kil
     # The output ends with the last of the processes that write to it.
     assert "stopped before there was anything to save" in started.communicate(timeout=LIMIT_S)[0]
     assert time.monotonic() - start < 50
-
-
-def test_what_killed_runs_left_in_shared_memory_goes_with_the_next_start(monkeypatch, tmp_path):
-    monkeypatch.setattr(leftovers, "_MEMORY", tmp_path)
-    files = {name: tmp_path / f"{leftovers._STATUS}{name}" for name in ("used", "left", "new")}
-    for name, file in files.items():
-        file.write_bytes(bytes(8))
-        os.utime(file, None if name == "new" else (0, 0))
-    with files["used"].open("r+b") as file, mmap.mmap(file.fileno(), 8):
-        leftovers.unlink_leftovers()
-        assert {*tmp_path.iterdir()} == {files["used"], files["new"]}
 
 
 SUSPENDED = """
