@@ -80,6 +80,7 @@ class Policy:
     lr_scale = 1.0
     frozen: UnchangedTensors | None = None
     reading = TEXT
+    _group: Any = None
 
     def __init__(
         self,

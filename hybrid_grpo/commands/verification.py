@@ -40,8 +40,8 @@ def verified(policy: Policy) -> str:
         why = "policy.verify off" if config.verify == "off" else f"{size / 1e9:.1f}B parameters; policy.verify on does"
         return f"not compared with transformers' own model ({why})"
     ids = _ids(policy)
-    (micro,) = policy.micro_batches(TokenRow.of([ids[:1]], [ids[1:]]), gradients=False)
-    logp_T = policy.forward(micro, temperature=1.0)[0].flatten().float().cpu()
+    batches = policy.micro_batches(TokenRow.of([ids[:1]], [ids[1:]]), gradients=False)
+    logp_T = policy.logprobs(batches, (1, len(ids) - 1), temperature=1.0)[0].cpu()
     refuse(
         float(logp_T.max() - logp_T.min()) == 0.0,
         f"{start} gives every token the same probability: its last norm or its output head is 0: use an intact copy",

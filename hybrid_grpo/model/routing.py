@@ -14,8 +14,8 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -75,16 +75,18 @@ _routes: ContextVar[Routes | None] = ContextVar("routes")
 
 class routed(AbstractContextManager[None]):
     """Routes the forwards within by `routes`; None leaves them to their routers. If nested, the outermost counts. It
-    may be entered again, since every backward through a layer recomputes it."""
+    is entered `within` another context, if one is given."""
 
-    def __init__(self, routes: Routes | None) -> None:
-        self._own = routes
+    def __init__(self, routes: Routes | None, within: AbstractContextManager[Any] | None = None) -> None:
+        self._own, self._within = routes, within or nullcontext()
 
     def __enter__(self) -> None:
+        self._within.__enter__()
         self._token = _routes.set(_routes.get(self._own))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         _routes.reset(self._token)
+        self._within.__exit__(*error)
 
 
 _KEPT = {"hybrid_grpo": "segment_attention", "torch_attn": "_varlen_attn", "flash_attn": "_flash_attn_varlen_forward"}
@@ -96,13 +98,7 @@ def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
     routed as that is."""
     found = [getattr(getattr(torch.ops, name), of, None) for name, of in _KEPT.items()]
     kept, again = create_selective_checkpoint_contexts([operator.default for operator in found if operator])
-    return kept, _both(again, routed(_routes.get(None)))
-
-
-@contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
-    with one, other:
-        yield
+    return kept, routed(_routes.get(None), again)
 
 
 class _Choice(TorchFunctionMode):

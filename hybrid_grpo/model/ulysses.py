@@ -24,14 +24,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+        ctx.group, x = group, x.contiguous()
         dist.all_to_all_single(found := torch.empty_like(x), x, group=group)
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        dist.all_to_all_single(found := torch.empty_like(grad), grad.contiguous(), group=ctx.group)
-        return found, None
+        return _Exchange.apply(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
@@ -40,13 +39,12 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        dist.all_reduce(x := x.clone(), group=group)
+        dist.all_reduce(x := x.clone(memory_format=torch.contiguous_format), group=group)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        dist.all_reduce(grad := grad.clone(), group=ctx.group)
-        return grad, None
+        return _Sum.apply(grad, ctx.group), None
 
 
 class SplitSegments:
@@ -70,7 +68,7 @@ class SplitSegments:
 
     def _exchanged(self, x: Tensor) -> Tensor:
         """Return [1, heads / n, T, d] of [heads, T / n, d], or [1, T / n, heads, d] of [T, heads / n, d]."""
-        parts = _Exchange.apply(x.unflatten(0, (self._n, -1)).contiguous(), self._group)
+        parts = _Exchange.apply(x.unflatten(0, (self._n, -1)), self._group)
         return parts.transpose(0, 1).flatten(1, 2)[None]
 
     @property

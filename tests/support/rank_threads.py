@@ -88,6 +88,7 @@ class _Group:
         sent_sizes: list[int] | None = None,
         group: Any = None,
     ) -> None:
+        assert sent.is_contiguous() and found.is_contiguous(), "what gloo reads and writes as if it were"
         parts = self._all(sent.split(sent_sizes or 1))
         torch.cat([of_rank[self.get_rank()] for of_rank in parts], out=found)
 
