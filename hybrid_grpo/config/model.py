@@ -37,14 +37,14 @@ class PolicyConfig:
     other values are transformers' implementations, on padded rows (flash_attention_2 needs the extra `flash`)."""
     shared_prefix: Annotated[Literal["auto", "on", "off"], MAY_CHANGE] = "auto"
     """With `packed`, compute what rows begin with only once in training too, as in sampling: the prompt of a group, and
-    pieces of 64 tokens or more that histories of an agent have in common. The result is exact;
+    pieces of 8 tokens or more that histories of an agent have in common. The result is exact;
     `auto` does so if it saves time."""
     routing: Literal["auto", "replay", "free"] = "auto"
     """In a mixture of experts, `replay` makes training use the experts that each token used while it was sampled (R3,
     arXiv:2510.11370); with `free`, routers choose again, and rounding makes them choose others. `auto` replays in
     bfloat16 if the model's routers allow it. The reference is always free."""
     gradient_checkpointing: Annotated[Switch, About(in_plan=2), MAY_CHANGE] = False
-    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    """Recompute each layer's activations in the backward pass instead of keeping them; of long rows, not attention."""
     lr: Annotated[Positive, About(usual=3, rank=1)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -118,18 +118,18 @@ class CpuStep:
     def __call__(self, rows: Rows, alike: Alike | None = None) -> Tensor:
         """Return logits_nV after each row's token, or logits_uV after each text that is `alike` where the model has no
         states, in memory that the next call overwrites; see `decode_step`."""
-        begin_u = entry_n = None
+        copies: tuple[Any, Any] = None, None
         if alike is not None:
             page, (begin_u, row_n) = self._cache.page, alike
             page_n = rows.table_nw.gather(1, (rows.position_n // page)[:, None])[:, 0]
-            entry_n = (page_n * page + rows.position_n % page)[row_n]
+            copies = begin_u, (page_n * page + rows.position_n % page)[row_n]
             first_u = row_n[begin_u[:-1]]
             table_uw, encoded_u = rows.table_nw[first_u], rows.encoded_n[first_u]
             rows = Rows(rows.token_n[first_u], table_uw, rows.position_n[first_u], rows.read, encoded_u)
         n = len(rows.token_n)
         memory = self._of_rows(n, self._row + self._vocabulary)
         logits_nV = memory[: n * self._vocabulary].view(n, self._vocabulary)
-        self._run(logits_nV, memory[n * self._vocabulary :], rows, begin_u, entry_n)
+        self._run(logits_nV, memory[n * self._vocabulary :], rows, copies)
         return logits_nV
 
     def read(self, token_N: Tensor, table_Nw: Tensor, position_N: Tensor) -> None:
@@ -146,20 +146,13 @@ class CpuStep:
             self._model.packed = self._memory[n * numbers :].data_ptr()
         return self._memory
 
-    def _run(
-        self,
-        logits_nV: Tensor | None,
-        work: Tensor,
-        rows: Rows,
-        begin_u: Tensor | None = None,
-        entry_n: Tensor | None = None,
-    ) -> None:
+    def _run(self, logits_nV: Tensor | None, work: Tensor, rows: Rows, copies: tuple[Any, Any] = (None, None)) -> None:
         entries = rows.read * self._cache.page
         if len(self._rope) < entries:
             self._rope = self._rope_of(max(entries, 2 * len(self._rope)))
         rope, n, width = self._rope[rows.encoded_n], len(rows.token_n), rows.table_nw.stride(0)
         run("decode", ctypes.addressof(self._model), logits_nV, work,
-            rows.token_n, rope, rows.table_nw, rows.position_n, n, width, begin_u, entry_n)  # fmt: skip
+            rows.token_n, rope, rows.table_nw, rows.position_n, n, width, *copies)  # fmt: skip
 
 
 def has_delta(layer: Any) -> bool:

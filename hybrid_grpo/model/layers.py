@@ -26,7 +26,7 @@ from hybrid_grpo.model.kernels import gpu
 ROTATION = "apply_rotary_pos_emb"
 """transformers' name for the function of a model's module that rotates queries and keys."""
 TILE = 8192
-"""Tokens of a tile of an MLP: enough for full speed."""
+"""Tokens of a tile of a long MLP, enough for full speed."""
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ALIKE = 0.97
@@ -73,7 +73,7 @@ def tile_mlps(model: Any) -> None:
 
 
 def _in_tiles(forward: Any, x: Tensor) -> Tensor:
-    if x.shape[-2] < 2 * TILE:
+    if x.shape[-2] <= 2 * TILE:
         out: Tensor = forward(x)
         return out
     return torch.cat([checkpoint(forward, part, use_reentrant=False) for part in x.split(TILE, dim=-2)], dim=-2)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model import routing
 from hybrid_grpo.model.attention import Batch
 from hybrid_grpo.model.layers import install_fused_layers, tile_mlps
-from hybrid_grpo.model.routing import Replay, routed
+from hybrid_grpo.model.routing import Replay, is_long, routed
 from hybrid_grpo.model.sidecars import find
 from hybrid_grpo.model.sight import ImageInputs
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
@@ -321,6 +322,7 @@ class LogprobModel(nn.Module):
             if self.model.is_activation_checkpointing:
                 tile_mlps(self.model)
             self._is_prepared = True
+        is_long.set(input_ids_bS.numel() > routing.LONG)
         packed = {} if segments is None else {"batch": segments}
         support, shown = find(sidecars, MaskColumns), find(sidecars, ImageInputs)
         replay = find(sidecars, Replay)

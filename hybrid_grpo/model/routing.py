@@ -89,14 +89,22 @@ class routed(AbstractContextManager[None]):
         self._within.__exit__(*error)
 
 
-_KEPT = {"hybrid_grpo": "segment_attention", "torch_attn": "_varlen_attn", "flash_attn": "_flash_attn_varlen_forward"}
-"""Operators whose results are kept: most of the time of a long row, and as much memory as the input of a layer."""
+_ATTENTION = (
+    *("hybrid_grpo.segment_attention", "torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward"),
+    *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu"),
+    *("aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention"),
+)
+LONG = 16_384
+"""Of more tokens, the attention of a checkpointed layer is kept: it is most of its time, and as large as its input."""
+is_long: ContextVar[bool] = ContextVar("is_long", default=False)
+"""Whether the forward that is running has so many."""
 
 
 def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpointed layer's forward, and of its recomputation, which keeps the attention and is
-    routed as that is."""
-    found = [getattr(getattr(torch.ops, name), of, None) for name, of in _KEPT.items()]
+    """Return the contexts of a checkpointed layer's forward, and of its recomputation, which is routed as that is."""
+    if not is_long.get():
+        return nullcontext(), routed(_routes.get(None))
+    found = (getattr(getattr(torch.ops, space), name, None) for space, name in (of.split(".") for of in _ATTENTION))
     kept, again = create_selective_checkpoint_contexts([operator.default for operator in found if operator])
     return kept, routed(_routes.get(None), again)
 

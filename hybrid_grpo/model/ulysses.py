@@ -77,12 +77,8 @@ class SplitSegments:
 
 
 class SharedTargets(Targets):
-    """The targets that follow this rank's part of a row; all values are there on the rank that `owns` the row.
-
-    Args:
-        source, target_N: of the whole row; see `LogprobModel`.
-        begin, end: the part.
-    """
+    """The targets of a row, as `LogprobModel` takes them, that follow this rank's `part` of it. All values are there on
+    the rank that `owns` the row."""
 
     def __init__(
         self, source: np.ndarray, target_N: np.ndarray, part: slice, group: Any, device: torch.device, *, owns: bool

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _ZERO = "engine.deepspeed.zero_optimization."
 _ALIKE = (
     *(f"{_ZERO}offload_param.device", "engine.offload_optimizer", "engine.zero_stage"),
-    *("policy.gradient_checkpointing", "policy.micro_batch_tokens", f"{_ZERO}stage3_max_live_parameters"),
+    *("policy.gradient_checkpointing", "policy.micro_batch_tokens", "engine.sequence_parallel"),
+    f"{_ZERO}stage3_max_live_parameters",
     *("rollout.keep_cache", "rollout.max_slots", "rollout.cache_gb", "rollout.prefill_tokens"),
     *(f"{_ZERO}zero_hpz_partition_size", f"{_ZERO}reduce_bucket_size"),
 )
@@ -79,7 +80,7 @@ def with_settings(plan: Plan, settings: dict[str, str]) -> Plan | None:
         config = replace(config, **{section: _set(getattr(config, section), path, value)})
     if config.policy.gradient_checkpointing != plan.config.policy.gradient_checkpointing:
         sizes = plan.measured(config, plan.batch) if plan.measured else None
-    elif config.policy != plan.config.policy:
+    elif (config.policy, config.engine.sequence_parallel) != (plan.config.policy, plan.config.engine.sequence_parallel):
         largest = largest_micro_batch(config, plan.batch, plan.prompt, packs=plan.sizes.packs, on_gpu=plan.gpu)
         sizes = plan.sizes.of_tokens(largest.input_ids_bS.numel(), plan.dtype)
     else:
