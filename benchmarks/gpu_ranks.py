@@ -61,6 +61,7 @@ class Runs:
         """The statuses of the ranks, and the seconds from the first end of one to the last."""
         command = [sys.executable, "-m", "hybrid_grpo", "train", *self.settings]
         command += ["--run.name", name, "--engine.zero_stage", str(stage)]
+        command += ["--engine.sequence_parallel", str(1 + (name == "split"))]
         shared = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "CROSS_SIZE": "1", "DIES": dies}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         ranks, ends = [], dict[int, float]()
@@ -102,9 +103,8 @@ class Runs:
         return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
-def two(runs: Runs, stage: int, alone: dict[str, Any]) -> dict[str, Any]:
-    """Two ranks at a stage of ZeRO, broken and resumed, beside one rank."""
-    name = f"zero{stage}"
+def two(runs: Runs, name: str, stage: int, alone: dict[str, Any]) -> dict[str, Any]:
+    """Two ranks at a stage of ZeRO, in `split` with every row on both, broken and resumed, beside one rank."""
     statuses, gone_s = runs.run(name, 2, stage, dies="1")
     found = {"statuses": statuses, "gone_s": round(gone_s, 1), "steps_before": len(runs.metrics(name))}
     runs.refuse(name, not found["steps_before"])
@@ -126,13 +126,13 @@ def main() -> None:
     given = parser.parse_args()
     runs, found = Runs(given.folder.resolve(), given.toy), dict[str, Any]()
     alone, failed = runs.finished("alone", 1, 2), ""
-    for stage in (3, 2):
+    for name, stage in (("zero3", 3), ("split", 2)):
         try:
-            found[f"zero{stage}"] = two(runs, stage, alone)
+            found[name] = two(runs, name, stage, alone)
         except (SystemExit, AssertionError) as error:
             failed = str(error)
-            found[f"zero{stage}"] = {"failed": failed}
-        print(f"zero{stage}: {found[f'zero{stage}']}", flush=True)
+            found[name] = {"failed": failed}
+        print(f"{name}: {found[name]}", flush=True)
         save(given.json, found)
     sys.exit(failed or 0)
 
