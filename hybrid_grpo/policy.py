@@ -102,7 +102,14 @@ class Policy:
         self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
         config = engines.policy_config(policy, engine)
         attention = training_attention(policy)
-        self.packs, self._group = attention == ATTENTION, neighbors(engine.sequence_parallel)
+        self.packs, self._group = attention == ATTENTION, neighbors(split := engine.sequence_parallel)
+        heads = getattr(load_config(policy.model).get_text_config(), "num_attention_heads", split)
+        sees = album is not None and not album.empty
+        refuse(
+            split > 1 and (sees or not self.packs or heads % split > 0),
+            f"engine.sequence_parallel {split} needs packed rows of text, and must divide the {heads} attention heads"
+            " of policy.model: give another number, or remove it",
+        )
         # An adapter that is trained further is read after its base.
         start = policy if lora is None or not lora.rank else dataclasses.replace(policy, model=base_of(policy.model))
         with engines.sharded_loading(config):
@@ -119,11 +126,6 @@ class Policy:
         self.deepspeed_config = self.engine.config
         self.movement = Movement(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
         sight = sight_of(album, policy, self.engine.device)
-        refuse(
-            self._group is not None and (sight is not None or not self.packs),
-            f"engine.sequence_parallel {engine.sequence_parallel} divides packed rows of text, and policy.model has"
-            " others: remove it",
-        )
         records = self.packs and decoder == "paged" and self._group is None
         self.reading = Reading(sight, replays(model, policy, paged=records))
         self.experts = described(model, self.reading.replays)

@@ -56,8 +56,6 @@ class SplitSegments:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Compute `routed_attention` of this rank's tokens."""
         heads, of_keys, n = query.shape[1], key.shape[1], self._n
-        if heads % n:
-            raise UserError(f"engine.sequence_parallel {n} does not divide the {heads} attention heads of policy.model")
         if of_keys % n:
             key, value = (x.repeat_interleave(heads // of_keys, dim=1) for x in (key, value))
         q, k, v = (self._exchanged(x[0]) for x in (query, key, value))
