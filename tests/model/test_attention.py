@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from rank_threads import in_ranks
 from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, build, tiny_config
 
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.distributed.ranks import neighbors
 from hybrid_grpo.model import attention, layers, routing
@@ -125,6 +126,16 @@ def test_rows_that_ranks_share_are_those_of_one(architecture, world):
     for name, gradient in theirs.items():
         mine = sum(of_rank.get(name, torch.zeros(())) for of_rank, _ in ended)
         assert torch.allclose(mine, gradient, atol=5e-5 * largest), name
+
+
+@pytest.mark.parametrize("architecture", STATES)
+def test_rows_of_layers_with_states_are_not_shared(architecture):
+    def program(rank):
+        [micro, _] = pack(TokenRow.of([[1, 2]], [[3, 4, 5]]), 20, CPU, share="on", group=neighbors(2))
+        LogprobModel(build(tiny_config(architecture), ATTENTION))(*micro.inputs, TEMPERATURE)
+
+    with pytest.raises(UserError, match=r"^engine\.sequence_parallel: policy\.model has layers with states"):
+        in_ranks(2, program)
 
 
 def test_padded_rows_score_the_same():
