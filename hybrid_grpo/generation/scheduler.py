@@ -36,6 +36,7 @@ class Group:
     copied: list[tuple[int, int]] = field(default_factory=list)
     """If the known tokens end within a page, that page and the group's own."""
     text: int = field(default_factory=new_text)
+    """See `Sequence`."""
 
     @property
     def position(self) -> int:

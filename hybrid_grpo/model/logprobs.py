@@ -17,17 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model import routing
 from hybrid_grpo.model.attention import Batch
 from hybrid_grpo.model.layers import install_fused_layers, tile_mlps
-from hybrid_grpo.model.routing import Replay, is_long, routed
+from hybrid_grpo.model.routing import Replay, routed, tokens
 from hybrid_grpo.model.sidecars import find
 from hybrid_grpo.model.sight import ImageInputs
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.support import MaskColumns
 from hybrid_grpo.model.towers import text_forward
+from hybrid_grpo.model.ulysses import SharedTargets
 from hybrid_grpo.model.upload import Selection, upload
 
 TILE_BYTES = 64 << 20
@@ -215,32 +214,20 @@ HeadFunction = Callable[[Tensor, Tensor, Tensor | None, LogitShape, float], tupl
 
 
 @dataclass(frozen=True)
-class Targets:
-    """The targets that a rank computes, where these are not all N: the places of their hidden states, and their ids."""
+class DistinctTargets:
+    """The different pairs of a hidden state and its target, as rows that begin alike have many in common."""
 
     source: Selection
     target_U: Tensor
-
-    def spread(self, *values_U: Tensor) -> tuple[Tensor, ...]:
-        """Return the values of all N targets."""
-        raise NotImplementedError
-
-    def head(self, more: HeadFunction) -> HeadFunction:
-        """Return what computes `more` of all N targets from U hidden states."""
-        raise UserError("engine.sequence_parallel: a feature computes logits of whole rows: remove one of them")
-
-
-@dataclass(frozen=True)
-class DistinctTargets(Targets):
-    """The different pairs of a hidden state and its target, as rows that begin alike have many in common."""
-
     pair: Selection
     """Selects, from U pairs, that of each of N targets."""
 
     def spread(self, *values_U: Tensor) -> tuple[Tensor, ...]:
+        """Return the values of all N targets."""
         return tuple(map(self.pair, values_U))
 
     def head(self, more: HeadFunction) -> HeadFunction:
+        """Return what computes `more` of all N targets from U hidden states."""
         return lambda hidden_UD, *others: more(self.pair(hidden_UD), *others)
 
     @classmethod
@@ -313,7 +300,7 @@ class LogprobModel(nn.Module):
             source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
             sidecars: the tokens to normalize over (default: the whole vocabulary), the experts to route by (default:
-                those that the routers choose), the pictures among the tokens, and `Targets`.
+                those that the routers choose), the pictures among the tokens, and which targets to compute.
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
@@ -322,14 +309,14 @@ class LogprobModel(nn.Module):
             if self.model.is_activation_checkpointing:
                 tile_mlps(self.model)
             self._is_prepared = True
-        is_long.set(input_ids_bS.numel() > routing.LONG)
+        tokens.set(input_ids_bS.numel())
         packed = {} if segments is None else {"batch": segments}
         support, shown = find(sidecars, MaskColumns), find(sidecars, ImageInputs)
         replay = find(sidecars, Replay)
         with nullcontext() if replay is None else routed(replay):
             out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)
         head, hidden_ND = self.model.get_output_embeddings(), out.last_hidden_state.flatten(0, 1)
-        if (own := find(sidecars, Targets)) is None:
+        if (own := find(sidecars, DistinctTargets) or find(sidecars, SharedTargets)) is None:
             found: tuple[Tensor, ...] = head(source(hidden_ND), target_N, support, temperature, more)
             return found
         of_all = None if more is None else own.head(more)

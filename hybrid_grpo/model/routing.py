@@ -96,13 +96,13 @@ _ATTENTION = (
 )
 LONG = 16_384
 """Of more tokens, the attention of a checkpointed layer is kept: it is most of its time, and as large as its input."""
-is_long: ContextVar[bool] = ContextVar("is_long", default=False)
-"""Whether the forward that is running has so many."""
+tokens: ContextVar[int] = ContextVar("tokens", default=0)
+"""Number of tokens of the forward that is running."""
 
 
 def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a checkpointed layer's forward, and of its recomputation, which is routed as that is."""
-    if not is_long.get():
+    if tokens.get() <= LONG:
         return nullcontext(), routed(_routes.get(None))
     found = (getattr(getattr(torch.ops, space), name, None) for space, name in (of.split(".") for of in _ATTENTION))
     kept, again = create_selective_checkpoint_contexts([operator.default for operator in found if operator])

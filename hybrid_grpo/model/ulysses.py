@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.logprobs import Targets
 from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.upload import Selection, upload
 
@@ -61,8 +60,7 @@ class SplitSegments:
         q, k, v = (self._exchanged(x[0]) for x in (query, key, value))
         if options.sinks is not None:
             options = options._replace(sinks=options.sinks.chunk(n)[self._rank])
-        out = self._segments.attend(q, k, v, options)[0]
-        return self._exchanged(out)
+        return self._exchanged(self._segments.attend(q, k, v, options)[0])
 
     def _exchanged(self, x: Tensor) -> Tensor:
         """Return [1, heads / n, T, d] of [heads, T / n, d], or [1, T / n, heads, d] of [T, heads / n, d]."""
@@ -74,7 +72,7 @@ class SplitSegments:
         raise UserError("engine.sequence_parallel: policy.model has layers with states, which pass from token to token")
 
 
-class SharedTargets(Targets):
+class SharedTargets:
     """The targets of a row, as `LogprobModel` takes them, that follow this rank's `part` of it. All values are there on
     the rank that `owns` the row."""
 
@@ -85,7 +83,7 @@ class SharedTargets(Targets):
         # A rank without targets computes one, whose value nobody takes, as its head is part of a collective forward.
         chosen = own if len(own) else np.array([0])
         place = np.clip(source[chosen] - part.start, 0, part.stop - part.start - 1)
-        super().__init__(Selection(place, device), upload(target_N[chosen], device))
+        self.source, self.target_U = Selection(place, device), upload(target_N[chosen], device)
         self._own, self._total, self._group, self._owns = upload(own, device), len(source), group, owns
 
     def spread(self, *values_U: Tensor) -> tuple[Tensor, ...]:
@@ -95,3 +93,6 @@ class SharedTargets(Targets):
         placed = values.new_zeros(len(values), self._total).index_copy(1, self._own, values)
         every: Tensor = _Sum.apply(placed, self._group)
         return tuple(every if self._owns else every[:, :1])
+
+    def head(self, more: Any) -> Any:
+        raise UserError("engine.sequence_parallel: a feature computes logits of whole rows: remove one of them")

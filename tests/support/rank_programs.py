@@ -103,18 +103,14 @@ def build(
 ) -> Trainer:
     """A trainer on the letters and their tiny model, or another in the same folder; `deepspeed` is of the
     configuration's section `engine`, `rollout` and `policy` are of these sections."""
+    parallel = {"sequence_parallel": split}
     sizes = {"prompts_per_step": prompts_per_step, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16}
     return made(
         folder,
         features=False,
         workspace=workspace,
         policy={"model": str(folder / model), "micro_batch_tokens": 160, **policy},
-        engine={
-            "zero_stage": stage,
-            "offload_optimizer": offload,
-            "deepspeed": deepspeed or {},
-            "sequence_parallel": split,
-        },
+        engine={"zero_stage": stage, "offload_optimizer": offload, **parallel, "deepspeed": deepspeed or {}},
         data={"limit": 200, "eval_path": str(folder / "heldout.jsonl"), "eval_limit": 24},
         rollout={**sizes, **(rollout or {})},
         grpo={"beta": beta, "num_minibatches": num_minibatches, "num_iterations": num_iterations},
@@ -125,11 +121,6 @@ def build(
 def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> dict[str, Any]:
     """Two steps: rollouts, and the reduced numbers."""
     return two_steps(build(folder, stage=stage, beta=beta, num_minibatches=num_minibatches))
-
-
-def split(folder: Path) -> dict[str, Any]:
-    """As `zero3_reference`, with every row on all ranks."""
-    return two_steps(build(folder, beta=0.1, num_minibatches=2, split=world_size()))
 
 
 def two_steps(trainer: Trainer, between: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -182,6 +173,7 @@ def masked(folder: Path) -> dict[str, Any]:
 
 zero0, zero2, zero3 = (partial(steps, stage=stage, beta=0.0) for stage in (0, 2, 3))
 zero3_reference = partial(steps, stage=3, beta=0.1, num_minibatches=2)
+split = lambda folder: two_steps(build(folder, beta=0.1, num_minibatches=2, split=world_size()))  # noqa: E731
 
 
 def experts(folder: Path) -> dict[str, Any]:

@@ -190,6 +190,8 @@ class Sizes:
     tokens: int = 0
     """Tokens of the micro-batch that `training` is for."""
     packs: bool = True
+    shared_heads: int = 0
+    """Attention heads, if ranks can share rows; 0 where these are padded, or layers have states."""
     padded: int = 0
     """Number of parameters, with that of each tensor rounded up to a power of two, as in pinned memory."""
 
@@ -227,6 +229,8 @@ def measure(
         state_bytes=state_bytes,
         tokens=micro.input_ids_bS.numel(),
         packs=dry.packs,
+        shared_heads=getattr(model_config.get_text_config(), "num_attention_heads", 0)
+        * (dry.packs and not state_bytes),
         attending=sum(p.numel() for name, p in dry.model.named_parameters() if _ATTENDING & {*name.split(".")}),
         padded=sum(power_of_two(p.numel()) for p in parameters),
     )

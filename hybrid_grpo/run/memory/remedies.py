@@ -58,15 +58,15 @@ def smaller_micro_batches(plan: Plan, recomputed: bool = False) -> str:
     """Return what makes activations smaller, if it is not set yet; some are `recomputed` with checkpointing too."""
     policy = plan.config.policy
     budget = token_budget(policy, on_gpu=plan.gpu, gradients=True)
-    split = plan.config.engine.sequence_parallel
-    longest = -(-plan.longest // split)
+    twice, heads = 2 * plan.config.engine.sequence_parallel, plan.sizes.shared_heads
+    longest = -(-2 * plan.longest // twice)
     rows = min(budget // longest, plan.rows // plan.batch.num_minibatches)
     fewer = shorter_completions(plan)
     if rows > 1:
         # A row that is longer than the budget gets a micro-batch of its own.
         fewer = f"policy.micro_batch_tokens {longest * (rows // 2) if rows > 3 else longest // 2}"
-    elif plan.ranks % (2 * split) == 0:
-        fewer = f"engine.sequence_parallel {2 * split}, {fewer}"
+    elif heads and heads % twice == plan.ranks % twice == 0:
+        fewer = f"engine.sequence_parallel {twice}, {fewer}"
     recompute = "" if recomputed or policy.gradient_checkpointing else "policy.gradient_checkpointing true"
     return ", ".join(filter(None, (recompute, fewer)))
 

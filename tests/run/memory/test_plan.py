@@ -263,6 +263,13 @@ def test_the_largest_micro_batch(budget, share, tokens):
     assert padded.input_ids_bS.shape == (min(32, max(1, budget // 1023)), 1023)
 
 
+@pytest.mark.parametrize("heads, proposed", [(14, True), (7, False), (0, False)])
+def test_that_ranks_share_rows_is_proposed_where_they_can(heads, proposed):
+    config = recipe(rollout=RolloutConfig(max_completion_tokens=100_000, prompts_per_step=8))
+    plan = Plan(config, replace(SIZES, shared_heads=heads), batch_plan(config, 4), 512, GPU)
+    assert ("engine.sequence_parallel 2" in remedies.smaller_micro_batches(plan)) == proposed
+
+
 @pytest.mark.parametrize("on_gpu, rows", [(False, 4), (True, 16)])
 def test_micro_batches_are_smaller_on_a_cpu_where_nothing_is_said(on_gpu, rows):
     config = TrainConfig(rollout=RolloutConfig(prompts_per_step=4, num_generations=8))
