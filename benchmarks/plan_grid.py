@@ -35,7 +35,7 @@ from hybrid_grpo.run.memory.plan import Plan
 
 MARGIN = 0.03
 HOSTED = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-KINDS = ("on the GPU", "optimizer in host memory", "weights too", "LoRA")
+KINDS = ("on the GPU", "optimizer in host memory", "weights too", "LoRA", "LoRA in 4 bits")
 Measured = Callable[[TrainConfig, BatchPlan], Sizes]
 
 
@@ -50,7 +50,9 @@ class Case:
 def config_of(kind: str) -> TrainConfig:
     config = recipe(offload=kind in ("optimizer in host memory", "weights too"))
     engine = replace(config.engine, deepspeed=HOSTED) if kind == "weights too" else config.engine
-    lora = LoraConfig(rank=16) if kind == "LoRA" else config.lora
+    four = kind.endswith("4 bits")
+    engine = replace(engine, zero_stage=2) if four else engine
+    lora = LoraConfig(rank=16, load_in_4bit=four) if kind.startswith("LoRA") else config.lora
     plain = replace(config.policy, gradient_checkpointing=False)
     return replace(config, policy=plain, engine=engine, lora=lora, rollout=replace(config.rollout, prefill_tokens=None))
 

@@ -23,8 +23,8 @@ from hybrid_grpo.run.memory.dry_run import Footprint, Sizes
 from hybrid_grpo.run.memory.plan import Plan
 
 RESULTS = ROOT / "benchmarks/results/small_gpus.json"
-SHAPES = {f"Qwen/Qwen2.5-{size}-Instruct": MODELS[f"Qwen2.5-{size}"] for size in ("0.5B", "1.5B", "3B", "7B")}
-WORDS = ("", "offload", "lora", "lora offload")
+SHAPES = {f"Qwen/Qwen2.5-{size}-Instruct": MODELS[f"Qwen2.5-{size}"] for size in ("0.5B", "1.5B", "3B", "7B", "14B")}
+WORDS = ("", "offload", "lora", "lora offload", "lora 4bit")
 CARDS = {
     "24 GB (RTX 3090, RTX 4090, A10G)": ("a10g", "rtx3090", "rtx4090"),
     "32 GB (RTX 5090)": ("rtx5090",),

@@ -34,7 +34,6 @@ from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.distributed import ranks, shards, tensor_files
 from hybrid_grpo.distributed.hardware import refuse_idle_gpus, take_gpu
-from hybrid_grpo.model.blend import blend
 from hybrid_grpo.model.gathered_weights import View
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.towers import whole_layers
@@ -352,9 +351,9 @@ class OffloadedModel:
 
     def blend(self, source: Engine, mix: float) -> None:
         """Set the weights to `mix` times the weights of `source` plus (1 - `mix`) times their old values, which
-        `model.blend` keeps unrounded. `source` has the same class, at any ZeRO stage. Ranks do not communicate."""
+        `shards.blend` keeps unrounded. `source` has the same class, at any ZeRO stage. Ranks do not communicate."""
         self.release()
-        blend(*shards.same_parts(self.engine.module, source.engine.module, source.stage), mix, self._averages)
+        shards.blend(self.engine.module, source.engine.module, source.stage, mix, self._averages)
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards into a checkpoint's folder."""

@@ -17,7 +17,7 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout, measured
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.data.pictures import ImageStore, sight_of
-from hybrid_grpo.distributed.movement import Movement, UnchangedTensors
+from hybrid_grpo.distributed.gradients import GradientCheck
 from hybrid_grpo.distributed.ranks import all_reduce, neighbors, rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
@@ -71,14 +71,15 @@ class Policy:
     Attributes:
         lr_scale: a factor on the schedule's learning rate, which the guard lowers after a rollback.
         cost: the cost of one token; see `Cost`.
-        frozen: tensors that do not move, if the latest optimizer step was one of those after which this is checked.
+        frozen: names of trained tensors that no gradient reaches, after the step at which this is checked.
         reading: how it reads pictures and recorded experts.
         vocabulary: the number of ids, the first of the model's, that it samples and that its softmax is over.
+        packed: whether its frozen weights are in four bits.
         experts: what training does with experts, as a line for the user; None without experts.
     """
 
     lr_scale = 1.0
-    frozen: UnchangedTensors | None = None
+    frozen: Sequence[str] = ()
     reading = TEXT
     _group: Any = None
 
@@ -112,8 +113,9 @@ class Policy:
         )
         # An adapter that is trained further is read after its base.
         start = policy if lora is None or not lora.rank else dataclasses.replace(policy, model=base_of(policy.model))
+        self.packed = lora is not None and lora.load_in_4bit
         with engines.sharded_loading(config):
-            model = load_model(start, attention)
+            model = load_model(start, attention, four_bits=self.packed)
         self._original = Original(model, base_of(policy.model)) if lacks_towers(model) else None
         view = meta_copy(model, attention_of(decoder) or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
@@ -124,7 +126,7 @@ class Policy:
         trained, keep_view = LogprobModel(model, vocabulary=self.vocabulary), workspace is not None
         self.engine = engines.Engine(trained, model, view, config, by_layer, keep_view=keep_view)
         self.deepspeed_config = self.engine.config
-        self.movement = Movement(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
+        self.gradients = GradientCheck(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
         sight = sight_of(album, policy, self.engine.device)
         records = self.packs and decoder == "paged" and self._group is None
         self.reading = Reading(sight, replays(model, policy, paged=records))
@@ -133,9 +135,8 @@ class Policy:
     def step(self) -> StepResult:
         """Take one optimizer step. If the gradients are not finite, all ranks skip it and count it as skipped."""
         with record_function("stage/optimizer"):
-            self.movement.begin()
             result = self.engine.step(self.lr)
-            self.frozen = self.movement.end(self.lr) if result.applied and result.grad_norm else None
+            self.frozen = self.gradients.stepped() if result.applied and result.grad_norm else ()
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
         return result
@@ -152,7 +153,7 @@ class Policy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self, name, state[name])
-        self.movement.restart()
+        self.gradients.restart()
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is

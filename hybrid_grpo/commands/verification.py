@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.distributed.ranks import from_first_rank, rank
+from hybrid_grpo.model.gathered_weights import whole_shape
 from hybrid_grpo.model.gguf import files_of
-from hybrid_grpo.model.loading import add_adapter, dequantizing, load_config
+from hybrid_grpo.model.loading import add_adapter, dequantizing, in_four_bits, load_config
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.policy import Policy
@@ -35,7 +36,7 @@ def verified(policy: Policy) -> str:
     UserError if rounding does not explain it, or if the model gives every token the same probability. Collective."""
     config, module = policy.config, policy.engine.engine.module
     start = f"policy.model {config.model}"
-    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+    size = sum(whole_shape(parameter).numel() for parameter in module.parameters())
     if config.verify == "off" or (config.verify == "auto" and size > _LARGEST):
         why = "policy.verify off" if config.verify == "off" else f"{size / 1e9:.1f}B parameters; policy.verify on does"
         return f"not compared with transformers' own model ({why})"
@@ -70,15 +71,18 @@ def _ids(policy: Policy) -> list[int]:
 def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
     """Return the log-probabilities [T] of all tokens but the first, computed outside the engine, on the CPU."""
     config, model_config = policy.config, load_config(policy.config.model)
+    dtype, packed = getattr(torch, config.dtype), policy.packed
     auto: Any = AutoModelForImageTextToText if has_tower(model_config) else AutoModelForCausalLM
     model = auto.from_pretrained(
         files_of(config.model),
-        dtype=getattr(torch, config.dtype),
+        dtype=dtype,
         attn_implementation="eager",
         trust_remote_code=False,
         use_safetensors=None if config.pickled_weights else True,
-        **dequantizing(model_config),
+        **(in_four_bits(dtype) if packed else dequantizing(model_config)),
     )
+    if packed:
+        model = model.dequantize()
     add_adapter(model, config.model)
     logits_TV = model.eval()(torch.tensor([ids]), use_cache=False).logits[0, :-1, : policy.vocabulary].float()
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)

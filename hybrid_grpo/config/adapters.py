@@ -53,4 +53,4 @@ def continued(model: str, lora: Mapping[str, Any]) -> dict[str, Any]:
             f"lora.{name} {lora[name]}: training continues with policy.model {model}, an adapter with {own[name]}:"
             " leave it out, or set lora.rank to 0 to merge the adapter and train all weights",
         )
-    return own
+    return {**lora, **own}

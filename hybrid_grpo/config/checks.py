@@ -139,6 +139,10 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
         rank > 0 and find_spec("peft") is None,
         f"lora.rank {rank} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
     )
+    refuse(
+        config.lora.load_in_4bit and find_spec("bitsandbytes") is None,
+        "lora.load_in_4bit needs bitsandbytes, which is not installed: pip install 'hybrid_grpo[qlora]'",
+    )
     # wandb makes a folder of its name in the working directory, which is found too, but has no origin.
     refuse(
         config.log.wandb != "disabled" and getattr(find_spec("wandb"), "origin", None) is None,

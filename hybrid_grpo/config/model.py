@@ -69,10 +69,14 @@ class PolicyConfig:
     """Before the first step, compare the log-probabilities of 16 tokens with those of transformers' own model, which
     rank 0 loads on the CPU, and refuse a model that differs. `auto` does so up to 1.5 billion parameters."""
 
+    @property
+    def may_pack(self) -> bool:
+        return self.attn_implementation in ("auto", "packed")
+
     @model_validator(mode="after")
     def _check(self) -> PolicyConfig:
         refuse(
-            self.shared_prefix == "on" and self.attn_implementation not in ("auto", "packed"),
+            self.shared_prefix == "on" and not self.may_pack,
             f"policy.shared_prefix on needs packed rows, and policy.attn_implementation {self.attn_implementation} pads"
             " them: set policy.attn_implementation to auto",
         )
@@ -92,10 +96,14 @@ class LoraConfig:
     target_modules: list[Text] | Literal["all-linear"] = "all-linear"
     """Layers that get an adapter, given by the ends of their names, as in [q_proj, v_proj]. `all-linear` means every
     linear layer except the output head. Experts that are stored as one tensor are not linear layers."""
+    load_in_4bit: Annotated[Switch, About(in_plan=4)] = False
+    """Keep the frozen weights of linear layers in four bits. They are NF4 with double quantization (QLoRA,
+    arXiv:2305.14314; extra `qlora`), whole on every rank: engine.zero_stage is at most 2. Sampling and exports use the
+    same numbers in policy.dtype."""
 
     @model_validator(mode="after")
     def _check(self) -> LoraConfig:
-        for name, default in (("alpha", 32), ("target_modules", "all-linear")):
+        for name, default in (("alpha", 32), ("target_modules", "all-linear"), ("load_in_4bit", False)):
             refuse(
                 not self.rank and getattr(self, name) != default,
                 f"lora.{name} is set, but without lora.rank there are no adapters: set lora.rank, or remove it",

@@ -96,8 +96,6 @@ class LogConfig:
     """Name shared by runs that belong together, such as the seeds of one setting. Default: none."""
     tags: list[Text] = field(default_factory=list)
     """Words by which runs can be found."""
-    notes: Text | None = None
-    """What the run is for. Default: none."""
     rollouts_every: Whole = 1
     """Steps between rollouts that are written to rollouts/ and sampled for wandb; 0 writes none."""
     tokens: Switch = True

@@ -10,7 +10,7 @@ the row. So the completions of a group share one forward of their prompt, exactl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,7 +23,6 @@ from transformers import AttentionInterface
 from hybrid_grpo.model.blocks import Blocks, Spans
 from hybrid_grpo.model.kernels.attention import segment_attention
 from hybrid_grpo.model.kernels.build import usable
-from hybrid_grpo.model.latents import caches_latents
 from hybrid_grpo.model.ragged_attention import Options, attend, has_ragged_kernel, ragged_attention
 from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.upload import Selection, on_gpu, upload
@@ -42,6 +41,31 @@ class LatentBatch(Protocol):
     """A batch that attends to latents in the place of keys and values, where a layer caches those."""
 
     def attend_to_latents(self, query: Tensor, module: nn.Module, options: Options) -> Tensor: ...
+
+
+def caches_latents(module: nn.Module) -> bool:
+    """Whether a layer expands keys and values from latents by one product (DeepSeek-V2, arXiv:2405.04434)."""
+    product = getattr(module, "kv_b_proj", None)
+    return hasattr(module, "expand_kv") and type(product) is nn.Linear and product.bias is None
+
+
+def absorbed(query: Tensor, latents: Tensor, module: Any, attend: Callable[..., Tensor]) -> Tensor:
+    """Compute attention over latents, which all heads share, in place of the keys and values that they would be
+    expanded to: the product that expands keys is applied to the query, the one of values to the result.
+
+    Args:
+        query: [n, heads, q, nope + rope]; latents: [n, 1, k, rank + rope].
+        attend: computes attention [n, q, heads, rank] of a query [n, heads, q, rank + rope], keys and values.
+
+    Returns [n, q, heads, value_dim].
+    """
+    nope, rank = module.qk_nope_head_dim, module.kv_lora_rank
+    weight_HDR = module.kv_b_proj.weight.view(query.shape[1], -1, rank)
+    of_keys_HDR, of_values_HDR = weight_HDR[:, :nope], weight_HDR[:, nope:]
+    rotated = query[..., nope:]
+    query = torch.cat([query[..., :nope] @ of_keys_HDR, rotated], dim=-1)
+    out = attend(query, latents, latents[..., :rank])
+    return torch.einsum("nqhr,hdr->nqhd", out, of_values_HDR)
 
 
 def routed_attention(

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from hybrid_grpo.model.architectures import layer_configs
+from hybrid_grpo.model.gathered_weights import whole_shape
 
 Floats = NDArray[np.float64]
 
@@ -54,13 +55,13 @@ class Cost:
         used = _first(config, "num_experts_per_tok")
         body = body_trained = 0.0
         for name, parameter in model.named_parameters():
-            shape = getattr(parameter, "ds_shape", parameter.shape)
+            shape = whole_shape(parameter)
             if id(parameter) in apart or len(shape) < 2:
                 continue
             count = prod(shape) * (used / experts if experts and used and _EXPERTS.search(name) else 1)
             body += count
             body_trained += count * parameter.requires_grad
-        of_head = prod(getattr(head.weight, "ds_shape", head.weight.shape))
+        of_head = whole_shape(head.weight).numel()
         widths = list(map(_width, layer_configs(model.config)))
         trained = of_head * head.weight.requires_grad
         return cls(body, body_trained, of_head, trained, sum(widths) // len(widths), _layers(config))

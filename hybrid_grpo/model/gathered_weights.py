@@ -42,6 +42,12 @@ def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
     return copy.requires_grad_(False)
 
 
+def whole_shape(parameter: Any) -> torch.Size:
+    """Return the shape of a weight, which may be sharded or in four bits."""
+    form = getattr(parameter, "quant_state", parameter)
+    return torch.Size(getattr(form, "ds_shape", form.shape))
+
+
 class View:
     """A module whose parameters, while gathered, are the whole weights of another module.
 
@@ -68,6 +74,8 @@ class View:
         self.module, self._sharded, self._device, self.keeps = module, sharded, device, keep
         self._adapters = adapters or {}
         self._kept: dict[Any, Tensor] = {}
+        self._away: dict[Any, Tensor] = {}
+        """Weights in four bits, in host memory, where they wait on a GPU while they are gathered and not kept."""
         # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
         self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
         by_name = dict(source.named_parameters(remove_duplicate=False))
@@ -82,6 +90,9 @@ class View:
                     self._homes.setdefault(by_name[prefix + name], []).append((child, name))
             for name in child._buffers:
                 child._buffers[name] = buffers.get(prefix + name)
+        self._changed = {adapter.linear.weight for adapter in self._adapters.values()}
+        self._changed |= {p for p in self._homes if hasattr(p, "quant_state")}
+        """Weights that are not the engine's own while gathered: adapted ones, and those in four bits."""
         wanted = device.type == "cuda" if neighbors is None else neighbors
         self._together = [group for child in module.modules() for group in self._groups(child)] if wanted else []
 
@@ -102,29 +113,35 @@ class View:
         every = [*self._homes, *matrices]
         whole = self._whole(every, self._memory)
         places = {} if self._copies(every) else self._beside(whole)
+        for weight in self._changed:
+            form = whole[weight]
+            if weight not in places:
+                copies = self._copies(every)
+                places[weight] = form if copies else self._memory(weight, form.numel(), form.dtype).view(form.shape)
+            if form.is_meta:
+                whole[weight] = places[weight].copy_(_dequantized(weight))
+                if not self.keeps:
+                    self._away[weight] = self._away[weight] if weight in self._away else weight.data.cpu()
+                    weight.data = weight.data.new_empty(0)
         for adapter in self._adapters.values():
             weight = adapter.linear.weight
-            out = places.get(weight, whole[weight])
-            if not self._copies(every) and weight not in places:
-                out = self._memory(weight, out.numel(), out.dtype).view(out.shape)
-            whole[weight] = adapter.merged(whole[weight], whole[adapter.down], whole[adapter.up], out)
+            whole[weight] = adapter.merged(whole[weight], whole[adapter.down], whole[adapter.up], places[weight])
         for parameter, homes in self._homes.items():
             self._bind(homes, whole[parameter])
 
     def _beside(self, whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Copy weights that are to be neighbors side by side, unless they are; return where to merge adapted ones."""
-        adapted = {adapter.linear.weight for adapter in self._adapters.values()}
+        """Copy weights that are to be neighbors side by side, unless they are; return where changed ones will be."""
         places: dict[Any, Tensor] = {}
         for group in self._together:
-            merged = adapted.intersection(group)
+            changed = self._changed.intersection(group)
             # Queries, keys and values are a few percent of all weights, gate and up are half.
-            if not merged and (len(group) < len(TOGETHER[0]) or joined([whole[p] for p in group]) is not None):
+            if not changed and (len(group) < len(TOGETHER[0]) or joined([whole[p] for p in group]) is not None):
                 continue
             sizes = [whole[p].numel() for p in group]
             flat = self._memory((group[0],), sum(sizes), whole[group[0]].dtype)
             for p, place in zip(group, flat.split(sizes), strict=True):
                 place = place.view(whole[p].shape)
-                if p in merged:
+                if p in changed:
                     places[p] = place
                 else:
                     whole[p] = place.copy_(whole[p])
@@ -138,6 +155,8 @@ class View:
     def release(self) -> None:
         for parameter, homes in self._homes.items():
             self._bind(homes, torch.empty(0, dtype=parameter.dtype))
+        for weight, packed in self._away.items():
+            weight.data = packed.to(self._device)
 
     @staticmethod
     def _bind(homes: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
@@ -156,9 +175,12 @@ class View:
         return self._sharded and not self.keeps and all(p.ds_status.name == "AVAILABLE" for p in every)
 
     def _whole(self, every: list[Any], memory: Callable[[Any, int, torch.dtype], Tensor]) -> dict[Any, Tensor]:
-        """Return the whole weights. If they are copies, all weights of one dtype are in one buffer from `memory`."""
+        """Return the whole weights. If they are copies, all weights of one dtype are in one buffer from `memory`. A
+        tensor on the meta device stands for a weight in four bits."""
         if not self._sharded or self._is_gathered(every):
-            return {p: p.data for p in every}
+            form = {p: p.quant_state for p in every if hasattr(p, "quant_state")}
+            meta = {p: torch.empty(state.shape, dtype=state.dtype, device="meta") for p, state in form.items()}
+            return {p: meta.get(p, p.data) for p in every}
         if not self._copies(every):
             return {p: _unpadded(p, p.ds_tensor.detach()) for p in every}
         whole: dict[Any, Tensor] = {}
@@ -200,6 +222,13 @@ class View:
         if what not in self._kept:
             self._kept[what] = self._new(what, size, dtype)
         return self._kept[what]
+
+
+def _dequantized(weight: Any) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    plain: Tensor = dequantize_4bit(weight.data, weight.quant_state)
+    return plain
 
 
 def _unpadded(parameter: Any, flat: Tensor) -> Tensor:

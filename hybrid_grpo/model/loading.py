@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, PretrainedConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, Mxfp4Config, PretrainedConfig
 from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
 
@@ -112,6 +112,27 @@ def dequantizing(config: Any) -> dict[str, Any]:
     return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
 
 
+@torch.no_grad()
+def _refuse_unpacked(model: Any) -> None:
+    """Raise UserError if a model has no packed layers, or reads weights of them other than by calling the layers."""
+    packed = any(getattr(module, "source_cls", None) is nn.Linear for module in model.modules())
+    attention, why = model.config._attn_implementation, "" if packed else "its linear layers are not torch's own"
+    # In evaluation, bitsandbytes would lay weights out anew on a CPU.
+    model.train().set_attn_implementation("eager")
+    try:
+        model(torch.zeros(1, 2, dtype=torch.long, device=model.device))
+    except RuntimeError as error:
+        why = f"it reads weights of linear layers itself ({first_line(error)})"
+    model.set_attn_implementation(attention)
+    refuse(bool(why), f"lora.load_in_4bit does not fit policy.model: {why}: leave it out")
+
+
+def in_four_bits(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that pack the weights of linear layers into four bits."""
+    packed = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **packed)}
+
+
 def dequantized(config: Any) -> Any:
     """Make a configuration describe the weights that `load_weights` makes of the files, in place, and return it."""
     if _is_mxfp4(config):
@@ -175,8 +196,14 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
-def load_model(policy: PolicyConfig, attn_implementation: str | None = None, setting: str = "policy.model") -> Any:
-    """Load the causal language model that `policy` names.
+def load_model(
+    policy: PolicyConfig,
+    attn_implementation: str | None = None,
+    setting: str = "policy.model",
+    *,
+    four_bits: bool = False,
+) -> Any:
+    """Load the causal language model that `policy` names, with `four_bits` as `lora.load_in_4bit` says.
 
     Dropout is off in training too: with it, the trained policy would differ from the one that sampled.
     `attn_implementation` overrides the policy's setting. Raises UserError as `load_weights` and `plain_attention` do.
@@ -185,9 +212,10 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
     auto, dtype, safe = loader(config), getattr(torch, policy.dtype), None if policy.pickled_weights else True
     plain = without_dropout(config)
-    model = load_weights(
-        auto, policy.model, plain, setting, dtype=dtype, attn_implementation=attention, use_safetensors=safe
-    )
+    options = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": safe}
+    model = load_weights(auto, policy.model, plain, setting, **options, **(in_four_bits(dtype) if four_bits else {}))
+    if four_bits:
+        _refuse_unpacked(model)
     if policy.gradient_checkpointing:
         kind = type(model).__name__
         refuse(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
+from hybrid_grpo.distributed.gradients import listed
 from hybrid_grpo.engine import OffloadedModel
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import Policy
@@ -80,7 +81,7 @@ class Stage:
         self.meter.add("policy/grad_norm", result.grad_norm)
         if frozen := self.policy.frozen:
             self.meter.add("policy/frozen_tensors", len(frozen))
-            self.notes = {"frozen_tensors": str(frozen)}
+            self.notes = {"frozen_tensors": listed(frozen)}
         for feature in self.features if result.applied else ():
             feature.stepped()
 

@@ -119,8 +119,7 @@ class WatchedRun:
         """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that, and
         only the times of files if not `may_read`."""
         newest = self._of("metrics.jsonl", _newest, may_read) or {"step": None, "step_seconds": None, "reward": None}
-        planned = self._of("config.yaml", _planned, may_read) or {"steps": None, "group": None, "tags": [], "notes": ""}
-        written = self._of(NOTES_FILE, lambda path: _text(path).strip(), may_read)
+        planned = self._of("config.yaml", _planned, may_read) or {"steps": None, "group": None, "tags": []}
         state, changed = state_of(self.folder), self.changed_ms("metrics.jsonl")
         # A run that has ended well says so by its steps.
         has_failed = state in ("ended", "gone") and newest["step"] != planned["steps"]
@@ -130,7 +129,7 @@ class WatchedRun:
             "folder": str(self.folder),
             **newest,
             **planned,
-            "notes": "\n".join(filter(None, (planned["notes"], written))),
+            "notes": self._of(NOTES_FILE, lambda path: _text(path).strip(), may_read) or "",
             "state": state,
             "started": self.changed_ms("config.yaml") or None,
             "written": changed or None,
@@ -181,7 +180,7 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _planned(path: Path) -> dict[str, Any]:
-    """Return what a config.yaml says of the run as a whole: its steps, its group and tags, and what it is for."""
+    """Return what a config.yaml says of the run as a whole: its steps, its group and tags."""
     settings = _read_config(path)[1]
     run, log = (section if isinstance(section, dict) else {} for section in map(settings.get, ("run", "log")))
     group = log.get("group")
@@ -189,7 +188,6 @@ def _planned(path: Path) -> dict[str, Any]:
         "steps": run.get("steps"),
         "group": group,
         "tags": [*([group] if group else []), *(log.get("tags") or [])],
-        "notes": (log.get("notes") or "").strip(),
     }
 
 

@@ -23,7 +23,7 @@ WITH = {
     "grpo.kl_in": ["--grpo.beta", "0.1"],
     "grpo.ref_every": ["--grpo.beta", "0.1"],
     "grpo.ref_mix": ["--grpo.beta", "0.1", "--grpo.ref_every", "1"],
-    "lora.target_modules": ["--lora.rank", "8"],
+    **dict.fromkeys(("lora.target_modules", "lora.load_in_4bit"), ["--lora.rank", "8"]),
 }
 """What a setting needs beside it."""
 

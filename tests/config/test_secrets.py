@@ -54,10 +54,10 @@ SECRETS = {
 @pytest.mark.parametrize("kind", SECRETS)
 def test_a_secret_in_any_text_setting_is_masked_wherever_settings_are_written(kind):
     secret = SECRETS[kind]
-    given = {"log": {"notes": f"see {secret} there"}, "data": {"path": f"x {secret}"}}
+    given = {"log": {"wandb_project": f"see {secret} there"}, "data": {"path": f"x {secret}"}}
     for text in (dump(config := build(TrainConfig, given)), str(to_dict(config)), str(publishable(given))):
         assert "s3cret" not in text and LONG not in text and "x" * 35 not in text and "***" in text
-    assert config.log.notes == given["log"]["notes"]
+    assert config.log.wandb_project == given["log"]["wandb_project"]
 
 
 def test_secrets_at_any_depth_of_arguments_are_masked_and_asked_for_again():

@@ -14,8 +14,7 @@ from torch import nn
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.paged_attention import masked_attention
 from hybrid_grpo.generation.shape_probe import geometry_of
-from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.latents import absorbed
+from hybrid_grpo.model.attention import ATTENTION, absorbed
 from hybrid_grpo.model.ragged_attention import Options
 
 TYPES = ["deepseek_v3", "glm4_moe_lite"]

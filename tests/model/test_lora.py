@@ -1,5 +1,6 @@
 """Adapters: beside a model and merged into it, on their own; then in the engine, on one and on two ranks."""
 
+import shutil
 from copy import deepcopy
 
 import forks
@@ -11,14 +12,17 @@ from safetensors.torch import load_file
 from tiny_models import build, tiny_config
 from transformers import AutoModelForCausalLM
 
-from hybrid_grpo.config import LoraConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import LoraConfig, PolicyConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.checks import check_sft, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.gathered_weights import View, meta_copy
+from hybrid_grpo.model.flops import Cost
+from hybrid_grpo.model.gathered_weights import View, meta_copy, whole_shape
+from hybrid_grpo.model.loading import in_four_bits, load_model
 from hybrid_grpo.model.lora import Adapters, check_lora
+from hybrid_grpo.run.memory.dry_run import DryRun
 
 LORA = LoraConfig(rank=4, alpha=8)
 IDS = torch.arange(1, 41).reshape(2, 20)
@@ -84,6 +88,41 @@ def test_merged_weights_that_are_kept_are_at_the_same_addresses_with_new_values(
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.parametrize(("architecture", "targets"), [
+    ("qwen2", "all-linear"), ("gemma2", ["q_proj", "down_proj"]), ("qwen3_moe", ["o_proj"]), ("qwen3_next", ["q_proj"]),
+])  # fmt: skip
+@pytest.mark.parametrize("kept", [False, True])
+def test_weights_in_four_bits_are_decoded_as_the_same_numbers_in_full(architecture, targets, kept, tmp_path):
+    """Whichever layers have adapters, in places of their own or as neighbors; afterwards they are packed again."""
+    config, lora = tiny_config(architecture), LoraConfig(rank=4, alpha=8, target_modules=targets, load_in_4bit=True)
+    build(config).save_pretrained(tmp_path)
+    packed, full = (type(build(config)).from_pretrained(tmp_path, **in_four_bits(torch.float32)) for _ in range(2))
+    full, views = full.dequantize(), list[View]()
+    packed.train()  # bitsandbytes lays weights out anew for inference on a CPU
+    for model in (packed, full):
+        adapters = Adapters(model, lora, seed=1)
+        torch.manual_seed(2)
+        for adapter in adapters.by_layer.values():
+            adapter.up.data.normal_(std=0.3)
+        view, of_layer = meta_copy(build(config), ATTENTION).eval(), adapters.by_layer
+        views.append(View(model, view, False, torch.device("cpu"), of_layer, kept, neighbors=kept))
+    assert torch.allclose(packed(IDS).logits, full(IDS).logits, atol=1e-5)
+    before = {name: p.clone() for name, p in packed.named_parameters()}
+    for _ in range(2):
+        for view in views:
+            view.gather()
+        ours, theirs = (view.module.state_dict() for view in views)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        for view in views:
+            view.release()
+        assert all(torch.equal(p, before[name]) for name, p in packed.named_parameters())
+    four_bits = [p for p in packed.parameters() if hasattr(p, "quant_state")]
+    with torch.device("meta"):
+        linear = DryRun(config, PolicyConfig(dtype="float32"), lora).linear
+    assert sum(linear) == sum(whole_shape(p).numel() for p in four_bits) == 2 * sum(p.numel() for p in four_bits)
+    assert Cost.of(packed) == Cost.of(full)
+
+
 def test_a_weight_in_bfloat16_is_rounded_once():
     _, model, adapters = adapted("qwen2")
     model.to(torch.bfloat16)
@@ -142,6 +181,13 @@ def test_layers_that_cannot_have_one_are_refused_from_the_configuration_alone(ta
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
+def test_models_whose_weights_are_used_otherwise_than_by_calling_linear_layers_are_refused(tmp_path):
+    for architecture, why in (("gpt2", "its linear layers"), ("gemma3n_text", r"it reads weights .* itself \(")):
+        build(tiny_config(architecture)).save_pretrained(tmp_path / architecture)
+        with pytest.raises(UserError, match=f"lora.load_in_4bit does not fit policy.model: {why}"):
+            load_model(PolicyConfig(model=str(tmp_path / architecture), dtype="float32"), four_bits=True)
+
+
 def test_names_that_peft_would_take_for_experts_are_refused():
     config = tiny_config("qwen3_next")
     check_lora(LoraConfig(rank=2, target_modules=["q_proj", "o_proj"]), config)
@@ -152,6 +198,8 @@ def test_names_that_peft_would_take_for_experts_are_refused():
 @pytest.mark.parametrize(("settings", "message"), [
     (["--lora.rank=-1"], "lora.rank -1 must be 0 or greater"),
     (["--lora.rank=4", "--lora.alpha=0"], "lora.alpha 0 must be 1 or greater"),
+    (["--lora.load_in_4bit=true"], "lora.load_in_4bit is set, but without lora.rank there are no adapters"),
+    (["--lora.rank=4", "--lora.load_in_4bit=true", "--engine.zero_stage=3"], "lora.load_in_4bit keeps the frozen"),
     (["--lora.alpha=16"], "lora.alpha is set, but without lora.rank there are no adapters"),
     (["--lora.rank=4", "--lora.target_modules=[]"], "lora.target_modules []: name layers"),
     (["--lora.rank=4", "--lora.target_modules=all"], "lora.target_modules: expected a list or all-linear, got all"),
@@ -178,6 +226,11 @@ def test_a_refreshed_reference_and_a_missing_peft_are_refused(tmp_path, monkeypa
         check_train(parse(TrainConfig, [*arguments, "--grpo.ref_every=2"], "train").config, 1)
     config = parse(TrainConfig, arguments, "train").config
     check_train(config, 1)
+    packed = parse(TrainConfig, [*arguments, "--lora.load_in_4bit=true"], "train").config
+    assert packed.engine.stage(8) == 2 < config.engine.stage(8)
+    monkeypatch.setattr("hybrid_grpo.config.checks.find_spec", lambda name: None if name == "bitsandbytes" else True)
+    with pytest.raises(UserError, match=r"lora.load_in_4bit needs bitsandbytes, .* 'hybrid_grpo\[qlora\]'"):
+        check_train(packed, 1)
     monkeypatch.setattr("hybrid_grpo.config.checks.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lora.rank 4 needs peft, .* pip install 'hybrid_grpo\[lora\]'"):
         check_train(config, 1)
@@ -230,6 +283,24 @@ def test_two_ranks_are_one(folder, alone, stage):
     for seen in both:
         assert seen["adapters"] == pytest.approx(alone["adapters"], rel=1e-4)
         assert_adapters_only(seen, 2, folder, stage)
+
+
+@pytest.mark.ranks
+def test_beside_a_base_in_four_bits_steps_are_those_beside_the_same_numbers_in_full(folder, tmp_path):
+    plain = shutil.copytree(folder, tmp_path / "plain", ignore=shutil.ignore_patterns("stage*"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", **in_four_bits(torch.float32)).dequantize()
+    model.save_pretrained(plain / "model")
+    (expected,) = ranks(1, "packed", plain, programs="lora_programs.py")
+    both = ranks(2, "packed", folder, programs="lora_programs.py")
+    assert_same_steps(both, expected)
+    for seen in both:
+        assert seen["adapters"] == pytest.approx(expected["adapters"], rel=1e-4)
+        assert seen["bytes"] < 0.5 * expected["bytes"]
+        assert seen["metrics"][0]["policy/kl"] == 0 < seen["metrics"][1]["policy/kl"]
+        assert seen["metrics"][1]["parity/logp_abs_diff_max"] < 1e-4
+    ours, theirs = (load_file(f / "exported" / "model.safetensors") for f in (folder, plain))
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.ranks

@@ -21,7 +21,7 @@ from hybrid_grpo.config import GrpoConfig, PolicyConfig, RunConfig, TrainConfig,
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.distributed.movement import Movement
+from hybrid_grpo.distributed.gradients import GradientCheck
 from hybrid_grpo.distributed.tensor_files import settle
 from hybrid_grpo.engine import Engine, StepResult
 from hybrid_grpo.generation import Request, Stats
@@ -75,7 +75,7 @@ class TinyPolicy(Policy):
         self.config, self.total_steps, self.tokenizer = PolicyConfig("none", lr_schedule="linear", lr=1.0), STEPS, None
         self.optimizer_steps = self.skipped_steps = 0
         self.adapters, self.deepspeed_config, self.engine = None, {}, OneRank()
-        self.movement = Movement(self.engine.module, self.engine.optimizer, 0, OneRank.device)
+        self.gradients = GradientCheck(self.engine.module, self.engine.optimizer, 0, OneRank.device)
 
     def export(self, folder: Path) -> None:
         folder.mkdir()
@@ -248,7 +248,7 @@ def test_a_skipped_step_is_counted_and_its_rate_passes() -> None:
     policy, again = TinyPolicy(), TinyPolicy()
     restarted = list[Any]()
     for one in (policy, again):
-        one.movement.restart = lambda: restarted.append(1)  # type: ignore[method-assign]
+        one.gradients.restart = lambda: restarted.append(1)  # type: ignore[method-assign]
     policy.engine.step = lambda lr: StepResult(1.0, lr != 0.8)  # type: ignore[method-assign]
     rates = [(policy.lr, policy.step())[0] for _ in range(4)]
     assert rates == pytest.approx([1.0, 0.8, 0.6, 0.4]) and not restarted

@@ -71,6 +71,17 @@ def adapted(folder: Path) -> dict[str, Any]:
     return seen
 
 
+def packed(folder: Path) -> dict[str, Any]:
+    """Two steps of adapters beside a base in four bits; in the folder `plain`, beside the base as it is."""
+    trainer = build(folder, 2, lora={**LORA, "load_in_4bit": folder.name != "plain"})
+    seen = two_steps(trainer)
+    trainer.policy.export(folder / "exported")
+    seen["adapters"] = _sums(trainer)
+    parameters = trainer.policy.engine.engine.module.parameters()
+    seen["bytes"] = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+    return seen
+
+
 def _numbers(state: Any) -> int:
     """Elements of all tensors in the state of an optimizer, counters aside."""
     if isinstance(state, torch.Tensor):

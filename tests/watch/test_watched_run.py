@@ -133,14 +133,14 @@ def test_a_run_says_whether_it_runs_has_ended_or_was_killed(make_run, tmp_path):
 
 
 def test_a_run_brings_its_tags_its_notes_and_the_last_line_of_a_failure(make_run):
-    folder = make_run("run", run_lines(), "run: {steps: 50}\nlog: {group: sweep, tags: [lr], notes: why}\n")
+    folder = make_run("run", run_lines(), "run: {steps: 50}\nlog: {group: sweep, tags: [lr]}\n")
     (folder / "notes.md").write_text("it diverged\n")
     (folder / "console.log").write_bytes(b"x\n" * 2**17 + b"step 40\nOSError: no space\n\n")
     (folder / ".lock").write_text("")
     run = opened(folder)
     outline = run.outline()
     assert (outline["tags"], outline["notes"], outline["last"]) == (
-        ["sweep", "lr"], "why\nit diverged", "OSError: no space",
+        ["sweep", "lr"], "it diverged", "OSError: no space",
     )  # fmt: skip
     assert run.console()[-2:] == ["step 40", "OSError: no space"] and len(run.console()) == 399
     (folder / "config.yaml").write_text("run: {steps: 40}\n")

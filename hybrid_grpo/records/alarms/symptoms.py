@@ -274,7 +274,7 @@ _SYMPTOMS: dict[str, tuple[Callable[[Symptoms, dict[str, float]], Sign | None], 
         " log-probability, so ratios and clipping are wrong",
     ),
     "duplicates": (Symptoms._duplicates, ("completion/duplicate_frac", "completion/length_mean", "policy/entropy")),
-    "frozen_tensors": _plain("policy/frozen_tensors", "tensors that should be trained stay as they are"),
+    "frozen_tensors": _plain("policy/frozen_tensors", "no gradient reaches tensors that should be trained"),
     "throughput_drop": (Symptoms._throughput, ("throughput/generated_tokens_per_s",)),
     "failing_rewards": (Symptoms._failing, ()),
 }

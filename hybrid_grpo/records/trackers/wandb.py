@@ -67,7 +67,6 @@ class WandbTracker:
             name=folder.name,
             group=config.group,
             tags=config.tags or None,
-            notes=config.notes,
             id=run_id(folder / "wandb", resumes),
             resume="allow",
             config=json_safe(settings),

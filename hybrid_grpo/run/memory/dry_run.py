@@ -83,6 +83,8 @@ class DryRun:
         # peft moves its matrices, which fake tensors do not allow: they replace all weights only afterwards.
         with torch.device("meta"):
             self.model: Any = loader(config).from_config(config, dtype=dtype, attn_implementation=attention)
+            head, modules = self.model.get_output_embeddings(), list(self.model.modules())
+            self.linear = [m.weight.numel() for m in modules if type(m) is nn.Linear and m is not head]
             if lora.rank:
                 Adapters(self.model, lora, seed=0)
         # The tensors of a micro-batch are real.
@@ -190,6 +192,9 @@ class Sizes:
     tokens: int = 0
     """Tokens of the micro-batch that `training` is for."""
     packs: bool = True
+    linear: int = 0
+    """Number of parameters in linear layers beside the head."""
+    largest_linear: int = 0
     shared_heads: int = 0
     """Attention heads, if ranks can share rows; 0 where these are padded, or layers have states."""
     padded: int = 0
@@ -229,6 +234,8 @@ def measure(
         state_bytes=state_bytes,
         tokens=micro.input_ids_bS.numel(),
         packs=dry.packs,
+        linear=sum(dry.linear),
+        largest_linear=max(dry.linear, default=0),
         shared_heads=getattr(model_config.get_text_config(), "num_attention_heads", 0)
         * (dry.packs and not state_bytes),
         attending=sum(p.numel() for name, p in dry.model.named_parameters() if _ATTENDING & {*name.split(".")}),

@@ -42,6 +42,9 @@ PROCESS_GROWTH_BYTES = 90 << 20
 """Growth of a process on a CPU after the plan: engine, process group, C kernels, BLAS. Measured, rounded."""
 _CPU_HEAP = 1.5
 """Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
+_PACKED_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Bytes of a weight in four bits: with a scale in eight bits for each 64, and one in 32 bits for each 256 of these
+(QLoRA, arXiv:2305.14314, section 3)."""
 _MAX_LIVE, _BUCKET, _SUB_GROUP = 10**9, 5 * 10**8, 10**9
 """DeepSpeed's defaults, in elements: gathered weights alive at a time, a gradient bucket, a group of ZeRO-3's step."""
 
@@ -107,6 +110,7 @@ class Plan:
         config, self.gpu, self.ranks = self.config, self.hardware.on_gpu, self.batch.world_size
         self.stage, self.dtype = config.engine.stage(self.ranks), 2 if config.policy.dtype == "bfloat16" else 4
         self.n, self.t = self.sizes.parameters, self.sizes.trained
+        self.packed = self.sizes.linear if config.lora.load_in_4bit else 0
         # Elements that this rank's optimizer steps.
         self.owned = -(-self.t // self.ranks) if self.stage else self.t
         zero = config.engine.deepspeed.get("zero_optimization", {})
@@ -195,14 +199,17 @@ class Plan:
         freed = [] if self.gpu else [activations]
         # ZeRO-3 keeps its buffers of gradients from step to step.
         gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
+        gathered += [] if self.moves else [self.four_bits()]
         generating = [*gathered, *([] if kept else [self.graphs()]), *([] if self.gpu else [self.copy()])]
         generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
         # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
         fetched = self.dtype * min(self.n, max(self.live, self.sizes.largest)) if self.sharded else 0
-        training = [*fixed, gradients, Part("fetched weights", fetched, remedies.less_fetched(self)), activations]
-        updating = [*fixed, *freed, gradients]
+        unpacked = Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(self.packed))
+        training = [*fixed, gradients, self.four_bits(), unpacked, activations]
+        training.append(Part("fetched weights", fetched, remedies.less_fetched(self)))
+        updating = [*fixed, *freed, gradients, self.four_bits()]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {
             "generation": generating,
@@ -226,6 +233,7 @@ class Plan:
         parts = [self.process, self.reward_models(on_host=True), weights, *states]
         parts += [
             *([] if self.refers else [self.reference()]),
+            *([self.four_bits()] if self.moves else []),
             *self.feature_parts(on_host=True),
             self.export,
             self.copy(),
@@ -235,10 +243,9 @@ class Plan:
 
     def fixed(self) -> list[Part]:
         """Return the parts that are on the device all the time."""
-        weights = 0 if self.hosted else self.dtype * self.n
-        fewer = f"{remedies.more_shards(self, 3)}, {remedies.HOSTED}"
+        weights = 0 if self.hosted else self.dtype * (self.n - self.packed)
         parts = [
-            Part("weights", weights // (self.ranks if self.stage == 3 else 1), fewer),
+            Part("weights", weights // (self.ranks if self.stage == 3 else 1), remedies.fewer_weights(self)),
             Part("second shard", int(weights * self.second), remedies.ONE_SHARD),
             self.reward_models(on_host=False),
             *self.feature_parts(on_host=False),
@@ -250,6 +257,14 @@ class Plan:
             return [*runtime, *parts, *([] if self.offloads else self.states())]
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
         return [self.process, *parts, *on_host, *self.states(), self.reference()]
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights in four bits wait in host memory while decoding has them in full."""
+        return self.gpu and not self.keeps
+
+    def four_bits(self) -> Part:
+        return Part("weights in 4 bits", int(_PACKED_BYTES * self.packed))
 
     def held(self, parts: list[Part]) -> list[Part]:
         """Return the parts and, on a GPU, one more for what torch's allocator holds in addition to them."""
@@ -308,7 +323,8 @@ class Plan:
     def gathered(self) -> Part:
         """Return the unsharded weights for generation; adapters are merged into a copy. Where weights stay in place,
         a GPU has those of queries, keys and values once more, side by side; see `model.gathered_weights.View`."""
-        elements = self.n if self.sharded or self.config.lora.rank else self.sizes.attending if self.gpu else 0
+        copied = self.sizes.linear if self.config.lora.rank else self.sizes.attending if self.gpu else 0
+        elements = self.n if self.sharded else copied
         return Part("gathered weights", self.dtype * elements)
 
     def reference(self) -> Part:

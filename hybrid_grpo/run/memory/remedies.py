@@ -46,6 +46,14 @@ def more_shards(plan: Plan, stage: int) -> str:
     return "more ranks" if plan.stage >= stage or plan.config.engine.zero_stage is None else "engine.zero_stage 3"
 
 
+def fewer_weights(plan: Plan) -> str:
+    """Return what makes the weights that are always there smaller. In four bits, every rank has all of them."""
+    if plan.packed:
+        return ""
+    packed = "lora.load_in_4bit true, " if plan.config.lora.rank and plan.stage < 3 else ""
+    return f"{packed}{more_shards(plan, 3)}, {HOSTED}"
+
+
 def fewer_states(plan: Plan) -> str:
     """Return what makes the optimizer's part of a rank's memory smaller."""
     move = "engine.offload_optimizer true, " if plan.gpu and plan.stage else ""

@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 
 import psutil
+import torch
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.distributed.hardware import host_free_bytes
 from hybrid_grpo.distributed.ranks import local_ranks
+from hybrid_grpo.model.gathered_weights import whole_shape
 from hybrid_grpo.run.folder import say
 from hybrid_grpo.run.stage import Stage
 
@@ -22,8 +24,8 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     Raise UserError if the disk lacks room for the kept checkpoints, one more being written, and `models`
     exported models. Rollouts and metrics are small by comparison, and not counted."""
     # Parameters, each with its number of elements over all ranks.
-    sizes = [(p, getattr(p, "ds_numel", p.numel())) for p in stage.policy.engine.engine.module.parameters()]
-    model = sum(size * p.element_size() for p, size in sizes)
+    sizes = [(p, whole_shape(p).numel()) for p in stage.policy.engine.engine.module.parameters()]
+    model = sum(size for _, size in sizes) * getattr(torch, stage.policy.config.dtype).itemsize
     trained = sum(size for p, size in sizes if p.requires_grad)
     checkpoint = _STATE_BYTES * trained
     if stage.shards is not None:

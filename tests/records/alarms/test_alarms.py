@@ -158,9 +158,9 @@ def test_a_symptom_that_begins_at_step_31_raises_its_alarm_and_no_other(changed,
 
 
 def test_an_alarm_names_what_its_number_counts():
-    (said,) = alarms().watch(1, {"policy/frozen_tensors": 2.0}, {"frozen_tensors": "not moved: a.weight, b.weight"})
+    (said,) = alarms().watch(1, {"policy/frozen_tensors": 2.0}, {"frozen_tensors": "a.weight, b.weight"})
     assert said.message == (
-        "frozen_tensors: tensors that should be trained stay as they are: not moved: a.weight, b.weight (2, above 0;"
+        "frozen_tensors: no gradient reaches tensors that should be trained: a.weight, b.weight (2, above 0;"
         " alarms.frozen_tensors)"
     )
 

@@ -52,7 +52,7 @@ def test_an_offline_run_holds_every_metric_axis_table_picture_and_file(seeing, t
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "elsewhere"))
-    told = {"wandb_entity": "team", "group": "seeds", "tags": ["a", "b"], "notes": "why"}
+    told = {"wandb_entity": "team", "group": "seeds", "tags": ["a", "b"]}
     config = LogConfig(wandb="offline", histograms_every=2, wandb_project="sorting", **told)
     process = TrackerProcess(folder, config, {"policy": {"lr": 1e-4}}, limit_s=120)
     write_lines(folder / "metrics.jsonl", [{"step": 3, "reward/mean": 0.75, "reward/exact/mean": 0.5}])
@@ -65,7 +65,7 @@ def test_an_offline_run_holds_every_metric_axis_table_picture_and_file(seeing, t
 
     (run,) = wandb_file.of_kind(found, "run")
     assert (run.entity, run.project, run.display_name) == ("team", "sorting", "first")
-    assert (run.run_group, list(run.tags), run.notes) == ("seeds", ["a", "b"], "why")
+    assert (run.run_group, list(run.tags)) == ("seeds", ["a", "b"])
     assert run.run_id == (folder / "wandb" / "id").read_text()
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert config["policy"] == {"lr": 1e-4}
