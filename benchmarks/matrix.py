@@ -133,7 +133,7 @@ class Matrix(Bench):
         settings, world = arguments(case), int(case["ranks"])
         another = 1 if world > 1 else 2 + number % 2
         self.whole = self.finished(f"{name}/whole", *self.end(f"{name}/whole", settings, world))
-        whole_rows = arguments({**case, "split": "no"})
+        whole_rows = arguments({**case, "split": "whole rows"})
         other = self.finished(f"{name}/other", *self.end(f"{name}/other", whole_rows, another))
         apart = agree(self.whole, other, case)
         point, nth = KILLS[number % len(KILLS)]
@@ -166,7 +166,7 @@ class Matrix(Bench):
     def refused(self, number: int, pair: Pair) -> Entry:
         """A pair of values that cannot be combined, with the first value of every other dimension."""
         start, name, case = time.monotonic(), f"pair_{number}", {**{d: next(iter(DIMENSIONS[d])) for d in DIMENSIONS}}
-        case = case | ({"ranks": "2"} if ("split", "yes") in pair else {}) | dict(pair)
+        case = case | ({"ranks": "2"} if ("split", "shared rows") in pair else {}) | dict(pair)
         status, said = self.end(name, arguments(case), world=int(case["ranks"]))
         why = said.strip().removeprefix("hybrid-grpo: error: ")
         one_line = status == 2 and "\n" not in why and not (self.folder / name / "run").exists()

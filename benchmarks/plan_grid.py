@@ -50,9 +50,8 @@ class Case:
 def config_of(kind: str) -> TrainConfig:
     config = recipe(offload=kind in ("optimizer in host memory", "weights too"))
     engine = replace(config.engine, deepspeed=HOSTED) if kind == "weights too" else config.engine
-    four = kind.endswith("4 bits")
-    engine = replace(engine, zero_stage=2) if four else engine
-    lora = LoraConfig(rank=16, load_in_4bit=four) if kind.startswith("LoRA") else config.lora
+    lora = LoraConfig(rank=16, load_in_4bit=kind.endswith("bits")) if kind.startswith("LoRA") else config.lora
+    engine = replace(engine, zero_stage=2) if lora.load_in_4bit else engine
     plain = replace(config.policy, gradient_checkpointing=False)
     return replace(config, policy=plain, engine=engine, lora=lora, rollout=replace(config.rollout, prefill_tokens=None))
 

@@ -3,6 +3,7 @@
 Inside `engine.sharded_loading` the weights are loaded into shards; this module does not import the engine.
 """
 
+import logging
 import re
 from collections.abc import Collection
 from copy import deepcopy
@@ -33,6 +34,7 @@ from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deeps
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that a hub would have
 
 _OTHER_CONFIG = "take the config.json that belongs to the weights"
 _RESAVE = "or save the model without them (save_pretrained)"
@@ -102,20 +104,24 @@ def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
         ) from error
 
 
-def _is_mxfp4(config: Any) -> bool:
-    """Whether the files hold experts in four bits (gpt-oss, arXiv:2508.10925 section 2.1)."""
-    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+def _quantized_by(config: Any) -> str | None:
+    """Return how the files hold weights in few bits: mxfp4 for experts (gpt-oss, arXiv:2508.10925 section 2.1)."""
+    method: str | None = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    return method
 
 
 def dequantizing(config: Any) -> dict[str, Any]:
     """Return the options of `from_pretrained` that turn four bits in the files into numbers that can be trained."""
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if _quantized_by(config) == "mxfp4" else {}
 
 
 @torch.no_grad()
-def _refuse_unpacked(model: Any) -> None:
-    """Raise UserError if a model has no packed layers, or reads weights of them other than by calling the layers."""
-    packed = any(getattr(module, "source_cls", None) is nn.Linear for module in model.modules())
+def _check_packed(model: Any, dtype: torch.dtype) -> None:
+    """Make packed layers compute in `dtype`. Raise UserError if there are none, or a model reads weights of them other
+    than by calling the layers."""
+    packed = [module for module in model.modules() if getattr(module, "source_cls", None) is nn.Linear]
+    for module in packed:
+        module.compute_dtype = module.weight.quant_state.dtype = dtype
     attention, why = model.config._attn_implementation, "" if packed else "its linear layers are not torch's own"
     # In evaluation, bitsandbytes would lay weights out anew on a CPU.
     model.train().set_attn_implementation("eager")
@@ -135,8 +141,7 @@ def in_four_bits(dtype: torch.dtype) -> dict[str, Any]:
 
 def dequantized(config: Any) -> Any:
     """Make a configuration describe the weights that `load_weights` makes of the files, in place, and return it."""
-    if _is_mxfp4(config):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     return config
 
 
@@ -151,7 +156,7 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
     if has_tower(config):
         kept = "from the starting model, which must stay where it is"
         return {"tower": f"the model's tower for pictures is not trained: an export copies it {kept}"}
-    if not _is_mxfp4(config):
+    if _quantized_by(config) != "mxfp4":
         return {}
     return {"weights": f"in four bits in the files (MXFP4); loaded, trained and exported in {policy.dtype}"}
 
@@ -211,11 +216,15 @@ def load_model(
     config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
     auto, dtype, safe = loader(config), getattr(torch, policy.dtype), None if policy.pickled_weights else True
+    refuse(
+        _quantized_by(config) == "bitsandbytes" and not four_bits,
+        f"{setting} {policy.model} holds weights in few bits: set lora.load_in_4bit, or take what was quantized",
+    )
     plain = without_dropout(config)
     options = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": safe}
     model = load_weights(auto, policy.model, plain, setting, **options, **(in_four_bits(dtype) if four_bits else {}))
     if four_bits:
-        _refuse_unpacked(model)
+        _check_packed(model, dtype)
     if policy.gradient_checkpointing:
         kind = type(model).__name__
         refuse(

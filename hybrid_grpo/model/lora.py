@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -68,8 +67,6 @@ class Adapters:
     """
 
     def __init__(self, model: Any, lora: LoraConfig, seed: int) -> None:
-        # It asks for kernels from a hub when it is imported, and peft imports it.
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         import peft
 
         config = peft.LoraConfig(

@@ -23,7 +23,7 @@ WITH = {
     "grpo.kl_in": ["--grpo.beta", "0.1"],
     "grpo.ref_every": ["--grpo.beta", "0.1"],
     "grpo.ref_mix": ["--grpo.beta", "0.1", "--grpo.ref_every", "1"],
-    **dict.fromkeys(("lora.target_modules", "lora.load_in_4bit"), ["--lora.rank", "8"]),
+    **{name: ["--lora.rank", "8"] for name in ("lora.target_modules", "lora.load_in_4bit")},
 }
 """What a setting needs beside it."""
 
