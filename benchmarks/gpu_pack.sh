@@ -6,8 +6,8 @@
 #   bash benchmarks/gpu_pack.sh FOLDER         for a machine with this Python
 #   bash benchmarks/gpu_pack.sh FOLDER 3.12    for a machine with Python 3.12, on x86-64
 #
-# It has pieces of at most 56 MiB, which may travel one by one: `base`; `pyarrow` and `pandas`, for a machine without
-# them; and where quickstart.sh has fetched SmolLM2, `weights_1` and `weights_2`, halves of its file, for the part `real`.
+# It has pieces of at most 56 MiB, which may travel one by one: `base`; `pyarrow`, `pandas` and `bitsandbytes`, for a
+# machine without them; and where quickstart.sh has fetched SmolLM2, `weights_1` and `weights_2`, halves of its file, for the part `real`.
 # The versions are those of this environment. wandb, which no part uses, is left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +18,7 @@ if [ -e "$folder" ]; then
     echo "gpu_pack.sh: $folder is there already: name another folder" >&2
     exit 1
 fi
-mkdir -p "$folder"/{base,pyarrow,pandas}/wheels
+mkdir -p "$folder"/{base,pyarrow,pandas,bitsandbytes}/wheels
 folder=$(realpath "$folder") base=$(realpath "$folder/base")
 
 # What the package and the parts require, and what that requires, without what comes with torch and triton.
@@ -32,7 +32,7 @@ python -m pip download --quiet --no-deps --only-binary :all: --python-version "$
     --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform any \
     --dest "$base/wheels" --requirement "$folder/packages.txt"
 rm "$folder/packages.txt"
-for large in pyarrow pandas; do mv "$base"/wheels/$large-* "$folder/$large/wheels"; done
+for large in pyarrow pandas bitsandbytes; do mv "$base"/wheels/$large-* "$folder/$large/wheels"; done
 
 mkdir "$base/hybrid_grpo"
 git archive HEAD -- . ':!benchmarks/results' ':!docs' | tar -x -C "$base/hybrid_grpo"

@@ -9,8 +9,6 @@ fit. The benchmark looks for three kinds of errors:
 - `too full`: a plan that fits, or is said to fit with settings, leaves less than 3 % of the GPU free in some phase;
 - `does not help`: settings that a run is said to fit with do not make it fit;
 - `overlooked`: no settings were named, and some of all combinations fit.
-
-Dry runs on fake tensors, of two layers and of three, take most of the ten minutes.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ COMMANDS = {
     "port": "our recipe from one of TRL, verl, OpenRLHF, ms-swift, Unsloth or LLaMA-Factory",
     "report": "write the report.html of a run again",
     "watch": "a page in the browser that shows runs, also while they train",
-    "clean": "remove the checkpoints of finished runs",
     "publish": "the trained model of a run with a model card, on the Hugging Face hub or in a folder",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
     "chat": "a conversation with a model, a run or an adapter in the terminal",

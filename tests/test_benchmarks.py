@@ -20,7 +20,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu_packages
 import gpu_profile
-import gpu_results
 import mutation
 import plan
 import rollout
@@ -275,22 +274,6 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
 def test_toy_results_never_go_where_those_of_a_gpu_are(tmp_path):
     done = subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", "--toy"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "--out FOLDER" in done.stderr
-
-
-def test_results_of_another_commit_or_machine_are_not_done(tmp_path, monkeypatch):
-    monkeypatch.setenv("MACHINE", "one")
-    monkeypatch.setenv("COMMIT", "first")
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu/tests.log").write_text("collected\n\n2 failed, 15 passed\n\n")
-    gpu_results.Results(tmp_path).add("trl_environment", "3")
-    gpu_results.Results(tmp_path).fail("tests")
-    seen = gpu_results.Results(tmp_path)
-    assert seen.has("trl_environment") and not seen.has("tests") and not seen.has("plan")
-    assert "| tests | failed: 2 failed, 15 passed |" in seen.table()
-    for variable in ("MACHINE", "COMMIT"):
-        with monkeypatch.context() as changed:
-            changed.setenv(variable, "other")
-            assert not gpu_results.Results(tmp_path).has("trl_environment")
 
 
 def test_what_faults_are_put_into_and_tested_with_is_there():

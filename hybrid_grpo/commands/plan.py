@@ -66,6 +66,7 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan | None:
     batch = check_shapes(config, ranks)
 
     from hybrid_grpo import engine
+    from hybrid_grpo.commands.memory.search import chosen_stage
     from hybrid_grpo.commands.shapes import known_config
     from hybrid_grpo.distributed.hardware import of_device, of_table
     from hybrid_grpo.model.loading import load_config
@@ -76,7 +77,8 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan | None:
     model_config = known_config(name) or load_config(name)
     check_lora(config.lora, model_config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(engine.start(), config.policy.dtype)
-    return estimate(config, batch, config.data.max_prompt_tokens, hardware, model_config=model_config)
+    plan = estimate(config, batch, config.data.max_prompt_tokens, hardware, model_config=model_config)
+    return plan and chosen_stage(plan)
 
 
 def lines(plan: Plan) -> list[str]:

@@ -54,6 +54,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         features = make_features(config, plan, inputs)
         doing("estimating the memory that a step needs")
         memory = planned_memory(config, plan, inputs, of_device(device))
+        config = memory.config if memory else config
         warning = shortage(memory) if memory else None
         facts = _facts(config, plan, inputs, memory, device)
         for feature in features:
@@ -103,13 +104,16 @@ def read_inputs(config: TrainConfig) -> RunInputs:
 
 
 def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, hardware: Hardware) -> Plan | None:
-    """Return the memory plan of a run on this hardware, or None if none can be made; see `estimate`."""
+    """Return the memory plan of a run on this hardware, at the stage that suits it, or None if none can be made; see
+    `estimate` and `chosen_stage`."""
+    from hybrid_grpo.commands.memory.search import chosen_stage
     from hybrid_grpo.run.memory.plan import estimate
 
-    return estimate(
+    memory = estimate(
         config, plan, inputs.longest_prompt, hardware, inputs.reward_models, held_out=inputs.held_out_rows,
         held_out_longest=inputs.held_out_longest, album=inputs.sampler.album,
     )  # fmt: skip
+    return memory and chosen_stage(memory)
 
 
 def make_trainer(
@@ -178,7 +182,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "model": str(folder / "model"),
         **{path.name: str(path) for path in sorted(folder.glob("model_*")) if path.name != "model_best"},
         "best model": _best(folder / "model_best"),
-        "checkpoints": f"hybrid-grpo clean {folder} removes them" * any(folder.glob("checkpoints/step_*")),
+        "checkpoints": f"rm -r {folder}/checkpoints makes room" * any(folder.glob("checkpoints/step_*")),
         "report": str(folder / "report.html") * (folder / "report.html").exists(),
         "metrics": str(folder / "metrics.jsonl"),
     }

@@ -127,8 +127,8 @@ class EngineConfig:
 
     about = About(rank=11)
     zero_stage: Annotated[Annotated[Whole, Le(3)] | None, About(usual=5, in_plan=3), MAY_CHANGE] = None
-    """ZeRO stage of the policy: 3 shards weights, gradients and optimizer state over the ranks. Default: 3, or 2 on a
-    single rank, where there is nothing to shard and stage 3 takes longer."""
+    """ZeRO stage of the policy: 3 shards weights, gradients and optimizer state over the ranks, 2 keeps the weights
+    whole, which saves fetching them. Default: 3, or 2 on a single rank and wherever `train` plans enough memory."""
     offload_optimizer: Annotated[Switch, About(in_plan=3), MAY_CHANGE] = False
     """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
     sequence_parallel: Annotated[Count, About(in_plan=3), MAY_CHANGE] = 1

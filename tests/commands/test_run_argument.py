@@ -3,7 +3,6 @@
 import pytest
 import yaml
 
-from hybrid_grpo.__main__ import main
 from hybrid_grpo.commands import eval as evaluation
 from hybrid_grpo.commands import generate
 from hybrid_grpo.commands.arguments import options_of_run
@@ -74,18 +73,3 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UserError, match="the run has no trained model yet"):
         generate._options([str(tmp_path)])
-
-
-def test_the_checkpoints_of_a_finished_run_can_be_removed(run, capsys):
-    """They took 3.6 GB for a model of 135M parameters that was trained for 12 steps, and stayed when it was done."""
-    for step in (0, 12):
-        (run / f"checkpoints/step_{step:06}").mkdir(parents=True)
-        (run / f"checkpoints/step_{step:06}/policy_00000_of_00001.pt").write_bytes(bytes(500_000))
-    (run / "model/run.json").write_text('{"step": 10}')
-    assert main(["clean", str(run)]) == 2
-    assert "step_000012 is newer than the model: finish the run" in capsys.readouterr().err
-    (run / "model/run.json").write_text('{"step": 12}')
-    assert main(["clean", str(run), str(run / "model")]) == 2
-    out, err = capsys.readouterr()
-    assert out == f"{run}: removed 0.001 GB of checkpoints\n" and "model is not the folder of a run" in err
-    assert list((run / "checkpoints").iterdir()) == [] and (run / "model/config.json").exists()

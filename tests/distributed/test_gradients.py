@@ -49,11 +49,11 @@ class Run:
         """What is named, by the number of the step."""
         found = {}
         for number in range(1, count + 1):
+            self.optimizer.zero_grad()
             self.module(torch.tensor([[0, 1]])).backward()
             self.optimizer.step()
-            self.optimizer.zero_grad()
-            found[number] = listed(self.check.stepped())
-        return {number: names for number, names in found.items() if names}
+            found |= {number: listed(names)} if (names := self.check.stepped()) else {}
+        return found
 
 
 @pytest.fixture

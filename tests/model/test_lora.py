@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tiny_models import build, tiny_config
 from transformers import AutoModelForCausalLM
 
-from hybrid_grpo.config import LoraConfig, PolicyConfig, SftConfig, TrainConfig
-from hybrid_grpo.config.checks import check_sft, check_train
+from hybrid_grpo.config import LoraConfig, PolicyConfig, TrainConfig
+from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
@@ -193,28 +193,6 @@ def test_names_that_peft_would_take_for_experts_are_refused():
     check_lora(LoraConfig(rank=2, target_modules=["q_proj", "o_proj"]), config)
     with pytest.raises(UserError, match=r"peft would adapt .*experts"), pytest.warns(RuntimeWarning):
         check_lora(LORA, config)
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    (["--lora.rank=-1"], "lora.rank -1 must be 0 or greater"),
-    (["--lora.rank=4", "--lora.alpha=0"], "lora.alpha 0 must be 1 or greater"),
-    (["--lora.load_in_4bit=true"], "lora.load_in_4bit is set, but without lora.rank there are no adapters"),
-    (["--lora.rank=4", "--lora.load_in_4bit=true", "--engine.zero_stage=3"], "lora.load_in_4bit keeps the frozen"),
-    (["--lora.alpha=16"], "lora.alpha is set, but without lora.rank there are no adapters"),
-    (["--lora.rank=4", "--lora.target_modules=[]"], "lora.target_modules []: name layers"),
-    (["--lora.rank=4", "--lora.target_modules=all"], "lora.target_modules: expected a list or all-linear, got all"),
-])  # fmt: skip
-def test_settings_that_cannot_be_meant_are_refused(settings, message, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
-    sound = ["--policy.model", f"{tmp_path}", "--data.path", f"{tmp_path / 'data.jsonl'}"]
-    rewards = ["--rewards", "[{function: exact_match}]"]
-    with pytest.raises(UserError) as caught:
-        check_train(parse(TrainConfig, [*sound, *rewards, *settings], "train").config, 1)
-    assert str(caught.value).startswith(message)
-    with pytest.raises(UserError) as caught:
-        check_sft(parse(SftConfig, [*sound, *settings], "sft").config, 1)
-    assert str(caught.value).startswith(message)
 
 
 def test_a_refreshed_reference_and_a_missing_peft_are_refused(tmp_path, monkeypatch):

@@ -23,6 +23,8 @@ SIZES = Sizes(
     training=Footprint(kept=800, head=300, layers=200),
     reading=0,
     tokens=16_384,
+    linear=24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864),
+    largest_linear=896 * 4864,
     padded=929_119_232,
 )
 GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)

@@ -10,7 +10,9 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hybrid_grpo.distributed.ranks import all_gather_objects
 from hybrid_grpo.run.memory.dry_run import largest_micro_batch
+from hybrid_grpo.run.memory.plan import KEPT_BELOW
 
 if TYPE_CHECKING:
     from hybrid_grpo.run.memory.phases import Phase
@@ -44,6 +46,17 @@ def sufficient(plan: Plan) -> list[str] | None:
         if (tried := _possible(plan, fewer)) is not None and tried.lacking is None:
             made = fewer
     return [f"{name} {value}" for name, value in made.items()]
+
+
+def chosen_stage(plan: Plan) -> Plan:
+    """Return the plan at ZeRO-2 if the stage is left open and whole weights leave enough room on every rank, also for
+    what decoding keeps: training then fetches none, and rollouts gather none. Collective."""
+    engine = plan.config.engine
+    if engine.zero_stage is not None or engine.fetching or not plan.sharded:
+        return plan
+    whole = _possible(plan, {"engine.zero_stage": "2"}) or plan
+    fits = whole.lacking is None and whole.peak.bytes <= KEPT_BELOW * plan.hardware.device_bytes
+    return whole if all(all_gather_objects(fits and whole.keeps >= plan.keeps)) else plan
 
 
 def changes(phase: Phase) -> list[str]:

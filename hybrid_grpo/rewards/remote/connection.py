@@ -5,7 +5,9 @@ Redirects are not followed, as they could carry the token elsewhere.
 """
 
 import asyncio
+import ipaddress
 import logging
+import os
 import random
 import re
 import ssl
@@ -18,7 +20,6 @@ import tenacity
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.fields import Count, NotNegative, Positive, Whole
-from hybrid_grpo.rewards.remote.options import bearer_token, is_loopback
 
 for _library in ("httpx", "httpcore"):
     logging.getLogger(_library).setLevel(logging.WARNING)  # at lower levels they log URLs and headers
@@ -180,3 +181,22 @@ def _refused(response: httpx.Response) -> AttemptError:
     after = response.headers.get("Retry-After", "")
     after_s = float(after) if re.fullmatch(r"[0-9]{1,9}", after) else 0.0
     return AttemptError(problem, retry=status >= 500 or status in _TEMPORARY, after_s=after_s)
+
+
+def bearer_token(setting: str, variable: str) -> str:
+    """Return the bearer token in an environment variable. Raises ValueError if there is none, or if it is not valid in
+    a header; the error message begins with `setting` and does not show the token."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ValueError(f"{setting} {variable}: there is no such environment variable, or it is empty: set it")
+    if not re.fullmatch(r"[!-~]+", value):
+        raise ValueError(f"{setting} {variable}: a token may have visible ASCII characters only: set another")
+    return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host name refers to this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -183,9 +183,9 @@ class Plan:
     def __str__(self) -> str:
         parts = sorted(self.peak.parts, key=lambda part: -part.bytes)[:3]
         largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts)
-        free = gib(self.hardware.device_bytes)
         kept = ", the cache stays during training" * self.keeps + ", the reference is on the GPU" * self.refers
-        return f"about {gib(self.peak.bytes)} GiB a rank ({self.peak.name}: {largest}, ...), {free} GiB are free{kept}"
+        needed, free = f"{gib(self.peak.bytes)} GiB a rank at ZeRO-{self.stage}", gib(self.hardware.device_bytes)
+        return f"about {needed} ({self.peak.name}: {largest}, ...), {free} GiB are free{kept}"
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -198,8 +198,8 @@ class Plan:
         activations = Part("activations", held, remedies.smaller_micro_batches(self))
         freed = [] if self.gpu else [activations]
         # ZeRO-3 keeps its buffers of gradients from step to step.
-        gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
-        gathered += [] if self.moves else [self.four_bits()]
+        gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), self.four_bits(on_host=False)]
+        gathered += [] if kept else [self.gathered()]
         generating = [*gathered, *([] if kept else [self.graphs()]), *([] if self.gpu else [self.copy()])]
         generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
@@ -207,8 +207,8 @@ class Plan:
         # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
         fetched = self.dtype * min(self.n, max(self.live, self.sizes.largest)) if self.sharded else 0
         unpacked = Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(self.packed))
-        training = [*fixed, gradients, self.four_bits(), unpacked, activations]
-        training.append(Part("fetched weights", fetched, remedies.less_fetched(self)))
+        fetches = Part("fetched weights", fetched, remedies.less_fetched(self))
+        training = [*fixed, gradients, self.four_bits(), unpacked, fetches, activations]
         updating = [*fixed, *freed, gradients, self.four_bits()]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {
@@ -230,15 +230,9 @@ class Plan:
         pinned = int(self.sizes.padded * (1 / self.ranks + self.second))
         hosted = self.dtype * pinned + power_of_two(self.dtype * self.owned)
         weights = Part("weights", hosted if self.hosted else 0, "more ranks")
-        parts = [self.process, self.reward_models(on_host=True), weights, *states]
-        parts += [
-            *([] if self.refers else [self.reference()]),
-            *([self.four_bits()] if self.moves else []),
-            *self.feature_parts(on_host=True),
-            self.export,
-            self.copy(),
-            self.pictures,
-        ]
+        parts = [self.process, self.reward_models(on_host=True), weights, self.four_bits(on_host=True), *states]
+        parts += [] if self.refers else [self.reference()]
+        parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
@@ -258,13 +252,10 @@ class Plan:
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
         return [self.process, *parts, *on_host, *self.states(), self.reference()]
 
-    @property
-    def moves(self) -> bool:
-        """Whether weights in four bits wait in host memory while decoding has them in full."""
-        return self.gpu and not self.keeps
-
-    def four_bits(self) -> Part:
-        return Part("weights in 4 bits", int(_PACKED_BYTES * self.packed))
+    def four_bits(self, *, on_host: bool | None = None) -> Part:
+        """Return the packed weights; if asked, those that wait on this side while decoding has them in full."""
+        elsewhere = on_host is not None and on_host != (self.gpu and not self.keeps)
+        return Part("weights in 4 bits", 0 if elsewhere else int(_PACKED_BYTES * self.packed))
 
     def held(self, parts: list[Part]) -> list[Part]:
         """Return the parts and, on a GPU, one more for what torch's allocator holds in addition to them."""

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hybrid_grpo.rewards.remote.options import is_loopback
+from hybrid_grpo.rewards.remote.connection import is_loopback
 from hybrid_grpo.turns.agents.protocol import MODEL, Refused, Sampled, chat_reply, chat_stream, tokens_reply
 
 if TYPE_CHECKING:

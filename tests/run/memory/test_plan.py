@@ -15,7 +15,7 @@ from transformers import Qwen2Config
 
 from hybrid_grpo.commands import plan as command
 from hybrid_grpo.commands.configs import PlanOptionsConfig
-from hybrid_grpo.commands.memory.search import changed, changes
+from hybrid_grpo.commands.memory.search import changed, changes, chosen_stage
 from hybrid_grpo.commands.memory.shortage import shortage
 from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import BatchPlan, EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
@@ -76,7 +76,31 @@ def test_the_gather_is_free_on_one_rank_and_below_stage_3():
     assert parts(recipe(3), 8)["loss"]["fetched weights"] == 2 * N
     assert parts(recipe(3), 8)["generation"]["gathered weights"] == 2 * N
     adapted = recipe(2, lora=LoraConfig(rank=8))
-    assert parts(adapted, 8)["generation"]["gathered weights"] == 2 * N
+    assert parts(adapted, 8)["generation"]["gathered weights"] == 2 * SIZES.linear
+
+
+def test_weights_in_four_bits_wait_in_host_memory_where_decoding_needs_the_room():
+    packed = int(SIZES.linear * (4 + 8 / 64 + 32 / (64 * 256)) / 8)
+    for keep in ("off", "auto"):
+        config = recipe(2, lora=LoraConfig(rank=8, load_in_4bit=True), rollout=RolloutConfig(keep_cache=keep))
+        seen, made = parts(config, 1), Plan(config, SIZES, batch_plan(config, 1), 512, GPU)
+        assert {phase["weights"] for phase in seen.values()} == {2 * (N - SIZES.linear)}
+        assert seen["backward"]["weights in 4 bits"] == seen["optimizer step"]["weights in 4 bits"] == packed
+        assert seen["backward"]["unpacked weights"] == 2 * SIZES.largest_linear
+        held = {part.name: part.bytes for part in made.host.parts}, seen["generation"]
+        assert [of.get("weights in 4 bits", 0) for of in held] == ([packed, 0] if keep == "off" else [0, packed])
+
+
+def test_a_stage_that_is_left_open_is_two_where_whole_weights_have_room():
+    def chosen(memory: int, **engine) -> int:
+        config = TrainConfig(engine=EngineConfig(**engine))
+        gpu = replace(GPU, device_bytes=memory)
+        return chosen_stage(Plan(config, SIZES, batch_plan(config, 8), 512, gpu)).stage
+
+    whole = Plan(config := recipe(2), SIZES, batch_plan(config, 8), 512, GPU).peak.bytes
+    enough = int(whole / KEPT_BELOW) + 1
+    assert (chosen(enough), chosen(int(0.5 * enough)), chosen(enough, zero_stage=3)) == (2, 3, 3)
+    assert chosen(enough, deepspeed={"zero_optimization": {"stage3_max_live_parameters": 1e8}}) == 3
 
 
 def test_the_second_shard_of_hpz_is_counted_and_can_be_given_up():
