@@ -184,11 +184,11 @@ def decode_step(model: Any, sampling: Sampling, rows: int) -> tuple[int, Count]:
     decoder = Decoder(model, cache, sampling, rows, PAGES_OF_A_SEQUENCE, capture=lambda step: (lambda: None, step()))
     with torch.inference_mode():
         # The first step takes the memory.
-        decoder._choose(*decoder._forward_to_logits(rows))
+        decoder._choose(*decoder._forward_to_logits(rows), rows)
         with counted() as forward:
             (logits_nV,) = decoder._forward_to_logits(rows)
         with counted() as choice:
-            decoder._choose(logits_nV)
+            decoder._choose(logits_nV, rows)
     return forward.kernels.total() + choice.kernels.total(), choice
 
 

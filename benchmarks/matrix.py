@@ -130,10 +130,9 @@ class Matrix(Bench):
         return {"case": number, **entry, "seconds": round(time.monotonic() - start, 1), "settings": case}
 
     def _case(self, name: str, number: int, case: Case) -> Entry:
-        settings, world = arguments(case), int(case["ranks"])
+        settings, world, whole_rows = arguments(case), int(case["ranks"]), arguments({**case, "split": "whole rows"})
         another = 1 if world > 1 else 2 + number % 2
         self.whole = self.finished(f"{name}/whole", *self.end(f"{name}/whole", settings, world))
-        whole_rows = arguments({**case, "split": "whole rows"})
         other = self.finished(f"{name}/other", *self.end(f"{name}/other", whole_rows, another))
         apart = agree(self.whole, other, case)
         point, nth = KILLS[number % len(KILLS)]

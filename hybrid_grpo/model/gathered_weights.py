@@ -119,7 +119,9 @@ class View:
                 copies = self._copies(every)
                 places[weight] = form if copies else self._memory(weight, form.numel(), form.dtype).view(form.shape)
             if form.is_meta:
-                whole[weight] = places[weight].copy_(_dequantized(weight))
+                from bitsandbytes.functional import dequantize_4bit
+
+                whole[weight] = places[weight].copy_(dequantize_4bit(weight.data, weight.quant_state))
                 if not self.keeps:
                     self._away[weight] = self._away[weight] if weight in self._away else weight.data.cpu()
                     weight.data = weight.data.new_empty(0)
@@ -222,13 +224,6 @@ class View:
         if what not in self._kept:
             self._kept[what] = self._new(what, size, dtype)
         return self._kept[what]
-
-
-def _dequantized(weight: Any) -> Tensor:
-    from bitsandbytes.functional import dequantize_4bit
-
-    plain: Tensor = dequantize_4bit(weight.data, weight.quant_state)
-    return plain
 
 
 def _unpadded(parameter: Any, flat: Tensor) -> Tensor:

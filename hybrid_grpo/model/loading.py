@@ -135,8 +135,10 @@ def _check_packed(model: Any, dtype: torch.dtype) -> None:
 
 def in_four_bits(dtype: torch.dtype) -> dict[str, Any]:
     """Return the options of `from_pretrained` that pack the weights of linear layers into four bits."""
-    packed = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **packed)}
+    packed = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": packed}
 
 
 def dequantized(config: Any) -> Any:
@@ -222,7 +224,8 @@ def load_model(
     )
     plain = without_dropout(config)
     options = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": safe}
-    model = load_weights(auto, policy.model, plain, setting, **options, **(in_four_bits(dtype) if four_bits else {}))
+    options |= in_four_bits(dtype) if four_bits else {}
+    model = load_weights(auto, policy.model, plain, setting, **options)
     if four_bits:
         _check_packed(model, dtype)
     if policy.gradient_checkpointing:

@@ -61,7 +61,7 @@ def started(folder: Path) -> str:
 
 def compared(config: PolicyConfig, model: Any) -> str:
     policy = Policy.__new__(Policy)
-    policy.config, policy.packs, policy.vocabulary = config, True, model.config.vocab_size
+    policy.config, policy.packs, policy.vocabulary, policy.packed = config, True, model.config.vocab_size, False
     policy.tokenizer = lambda sentence: {"input_ids": SENTENCE.tolist()}
     policy.engine = LogprobModel(model)
     policy.engine.device, policy.engine.engine = torch.device("cpu"), SimpleNamespace(module=LogprobModel(model))

@@ -47,7 +47,9 @@ TAKEN = {
 
 
 def taken(model):
-    forwards = [getattr(module.__dict__.get("forward"), "func", type(module).forward) for module in model.modules()]
+    own = [module.__dict__.get("forward", type(module).forward) for module in model.modules()]
+    whole = [forward.args[0] if getattr(forward, "func", None) is layers._in_tiles else forward for forward in own]
+    forwards = [getattr(forward, "func", forward) for forward in whole]
     names = Counter(getattr(forward, "__wrapped__", forward).__name__ for forward in forwards)
     return {name: names[name] for name in ("_normed", "_gated", "_with_rotation", "_layer") if names[name]}
 

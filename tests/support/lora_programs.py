@@ -77,8 +77,8 @@ def packed(folder: Path) -> dict[str, Any]:
     seen = two_steps(trainer)
     trainer.policy.export(folder / "exported")
     seen["adapters"] = _sums(trainer)
-    parameters = trainer.policy.engine.engine.module.parameters()
-    seen["bytes"] = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+    frozen = (p for p in trainer.policy.engine.engine.module.parameters() if not p.requires_grad)
+    seen["bytes"] = sum(p.numel() * p.element_size() for p in frozen)
     return seen
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.run.saving import space
@@ -18,7 +19,8 @@ def stage_of(module, shards=None):
 
 
 def trained(module):
-    return SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)))
+    config = PolicyConfig(dtype="float32" if module[0].dtype == torch.float32 else "bfloat16")
+    return SimpleNamespace(config=config, engine=SimpleNamespace(engine=SimpleNamespace(module=module)))
 
 
 @pytest.mark.parametrize("config, shards, needed", [
