@@ -23,8 +23,8 @@ from hybrid_grpo.run.memory.dry_run import Footprint, Sizes
 from hybrid_grpo.run.memory.plan import Plan
 
 RESULTS = ROOT / "benchmarks/results/small_gpus.json"
-SHAPES = {f"Qwen/Qwen2.5-{size}-Instruct": MODELS[f"Qwen2.5-{size}"] for size in ("0.5B", "1.5B", "3B", "7B", "14B")}
-WORDS = ("", "offload", "lora", "lora offload", "lora 4bit")
+SHAPES = {f"Qwen/Qwen2.5-{size}-Instruct": MODELS[f"Qwen2.5-{size}"] for size in ("0.5B", "1.5B", "3B", "7B")}
+WORDS = ("", "offload", "lora", "lora 4bit")
 CARDS = {
     "24 GB (RTX 3090, RTX 4090, A10G)": ("a10g", "rtx3090", "rtx4090"),
     "32 GB (RTX 5090)": ("rtx5090",),
@@ -60,7 +60,7 @@ def plans() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for model, shape in SHAPES.items():
         for words in WORDS:
-            if not words.endswith("offload"):  # takes memory from elsewhere, but the model has the same sizes
+            if words != "offload":  # takes memory from elsewhere, but the model has the same sizes
                 config = config_of(model, words)
                 sizes = sizes_of(shape, config, config.data.max_prompt_tokens or 0)
             key = f"{model} {words}".strip()
