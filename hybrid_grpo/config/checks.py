@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from hybrid_grpo.config.adapters import is_adapter
 from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.data import DataConfig
@@ -93,6 +94,11 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Return the batch equation of a training run. Raises UserError if the run cannot work on this machine."""
     _check_training(config, world_size)
+    refuse(
+        config.lora.load_in_4bit and config.grpo.has_reference and is_adapter(config.policy.model),
+        f"grpo.beta {config.grpo.beta:g} would keep the adapter policy.model {config.policy.model} close to itself on"
+        " its base in full, and lora.load_in_4bit trains it on one in four bits: remove one of them",
+    )
     check_best(config, check_held_out(config))
     return batch_plan(config, world_size)
 

@@ -104,24 +104,20 @@ def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
         ) from error
 
 
-def _quantized_by(config: Any) -> str | None:
-    """Return how the files hold weights in few bits: mxfp4 for experts (gpt-oss, arXiv:2508.10925 section 2.1)."""
-    method: str | None = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    return method
+def _is_mxfp4(config: Any) -> bool:
+    """Whether the files hold experts in four bits (gpt-oss, arXiv:2508.10925 section 2.1)."""
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
 
 
 def dequantizing(config: Any) -> dict[str, Any]:
     """Return the options of `from_pretrained` that turn four bits in the files into numbers that can be trained."""
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if _quantized_by(config) == "mxfp4" else {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
 
 
 @torch.no_grad()
-def _check_packed(model: Any, dtype: torch.dtype) -> None:
-    """Make packed layers compute in `dtype`. Raise UserError if there are none, or a model reads weights of them other
-    than by calling the layers."""
-    packed = [module for module in model.modules() if getattr(module, "source_cls", None) is nn.Linear]
-    for module in packed:
-        module.compute_dtype = module.weight.quant_state.dtype = dtype
+def _check_packed(model: Any) -> None:
+    """Raise UserError if a model has no packed layers, or reads weights of them other than by calling the layers."""
+    packed = any(getattr(module, "source_cls", None) is nn.Linear for module in model.modules())
     attention, why = model.config._attn_implementation, "" if packed else "its linear layers are not torch's own"
     # In evaluation, bitsandbytes would lay weights out anew on a CPU.
     model.train().set_attn_implementation("eager")
@@ -158,7 +154,7 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
     if has_tower(config):
         kept = "from the starting model, which must stay where it is"
         return {"tower": f"the model's tower for pictures is not trained: an export copies it {kept}"}
-    if _quantized_by(config) != "mxfp4":
+    if not _is_mxfp4(config):
         return {}
     return {"weights": f"in four bits in the files (MXFP4); loaded, trained and exported in {policy.dtype}"}
 
@@ -218,16 +214,12 @@ def load_model(
     config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
     auto, dtype, safe = loader(config), getattr(torch, policy.dtype), None if policy.pickled_weights else True
-    refuse(
-        _quantized_by(config) == "bitsandbytes" and not four_bits,
-        f"{setting} {policy.model} holds weights in few bits: set lora.load_in_4bit, or take what was quantized",
-    )
     plain = without_dropout(config)
     options = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": safe}
     options |= in_four_bits(dtype) if four_bits else {}
     model = load_weights(auto, policy.model, plain, setting, **options)
     if four_bits:
-        _check_packed(model, dtype)
+        _check_packed(model)
     if policy.gradient_checkpointing:
         kind = type(model).__name__
         refuse(
