@@ -3,11 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.profiler import record_function
 
 from hybrid_grpo import engine as engines
@@ -57,6 +59,11 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
     done = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
     shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     return config.lr * shape[config.lr_schedule]
+
+
+def _on_host(ids: Tensor) -> AbstractContextManager[Any]:
+    # What is saved between checkpointed layers is what goes into each.
+    return save_on_cpu(pin_memory=True) if ids.is_cuda else nullcontext()
 
 
 class Policy:
@@ -123,7 +130,8 @@ class Policy:
             self.adapters.read(policy.model)
         self.cost = Cost.of(model)
         by_layer = self.adapters.by_layer if self.adapters else None
-        trained, keep_view = LogprobModel(model, vocabulary=self.vocabulary), workspace is not None
+        offloads, keep_view = policy.gradient_checkpointing == "offload", workspace is not None
+        trained = LogprobModel(model, self.vocabulary, _on_host if offloads else nullcontext)
         self.engine = engines.Engine(trained, model, view, config, by_layer, keep_view=keep_view)
         self.deepspeed_config = self.engine.config
         self.gradients = GradientCheck(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)

@@ -270,12 +270,6 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
     assert late.returncode == 1 and late.stdout.count(b"no time is left for it") == 4
 
 
-@pytest.mark.process
-def test_toy_results_never_go_where_those_of_a_gpu_are(tmp_path):
-    done = subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", "--toy"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "--out FOLDER" in done.stderr
-
-
 def test_what_faults_are_put_into_and_tested_with_is_there():
     folders = [*(ROOT / "hybrid_grpo" / name for name in mutation.FILES), *(ROOT / "tests" / n for n in mutation.TESTS)]
     tests = [ROOT / f"tests/test_{name}.py" for name in mutation.TOP]

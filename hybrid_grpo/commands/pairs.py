@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.chat_template import ended_ids
 from hybrid_grpo.data.completions import end_of
 from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.data.prompts import data_line, prompts_of, require_column
 from hybrid_grpo.data.sources import read_rows, training_source
-from hybrid_grpo.data.special_tokens import ended_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

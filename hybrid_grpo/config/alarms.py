@@ -80,7 +80,7 @@ class AlarmsConfig:
     """completion/duplicate_frac, in steps whose completions have more than 5 nats of entropy (policy/entropy times
     completion/length_mean). Equal completions should then be rare; if not, the sampler does not follow the policy."""
     frozen_tensors: AlarmConfig | None = _alarm(above=0.0, patience=1)
-    """policy/frozen_tensors, after 10 optimizer steps of the run or since its resumption. The message names them."""
+    """policy/frozen_tensors, after 10 optimizer steps of the run or since its resumption. The console names them."""
     throughput_drop: AlarmConfig | None = _alarm(below=0.2, patience=10)
     """throughput/generated_tokens_per_s, divided by its median, as for length_runaway."""
     failing_rewards: AlarmConfig | None = _alarm(above=0.1, patience=3)

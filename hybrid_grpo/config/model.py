@@ -43,8 +43,9 @@ class PolicyConfig:
     """In a mixture of experts, `replay` makes training use the experts that each token used while it was sampled (R3,
     arXiv:2510.11370); with `free`, routers choose again, and rounding makes them choose others. `auto` replays in
     bfloat16 if the model's routers allow it. The reference is always free."""
-    gradient_checkpointing: Annotated[Switch, About(in_plan=2), MAY_CHANGE] = False
-    """Recompute each layer's activations in the backward pass instead of keeping them; of long rows, not attention."""
+    gradient_checkpointing: Annotated[Switch | Literal["offload"], About(in_plan=2), MAY_CHANGE] = False
+    """Recompute each layer's activations in the backward pass instead of keeping them; of long rows, not attention.
+    `offload` also recomputes that, and on a GPU keeps what goes into layers in host memory."""
     lr: Annotated[Positive, About(usual=3, rank=1)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -69,14 +70,10 @@ class PolicyConfig:
     """Before the first step, compare the log-probabilities of 16 tokens with those of transformers' own model, which
     rank 0 loads on the CPU, and refuse a model that differs. `auto` does so up to 1.5 billion parameters."""
 
-    @property
-    def may_pack(self) -> bool:
-        return self.attn_implementation in ("auto", "packed")
-
     @model_validator(mode="after")
     def _check(self) -> PolicyConfig:
         refuse(
-            self.shared_prefix == "on" and not self.may_pack,
+            self.shared_prefix == "on" and self.attn_implementation not in ("auto", "packed"),
             f"policy.shared_prefix on needs packed rows, and policy.attn_implementation {self.attn_implementation} pads"
             " them: set policy.attn_implementation to auto",
         )

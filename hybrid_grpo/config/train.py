@@ -166,11 +166,11 @@ class TrainConfig(ModelRunConfig):
 
     def _check_split_rows(self) -> None:
         """Refuse what the training pass needs of whole rows, if several ranks compute each."""
-        ranks = self.engine.sequence_parallel
+        ranks, attention = self.engine.sequence_parallel, self.policy.attn_implementation
         for setting, value, whole in (
             ("rollout.logprobs", self.rollout.logprobs, self.rollout.logprobs == "mask"),
             ("grpo.baseline", self.grpo.baseline, self.grpo.baseline == "optimal"),
-            ("policy.attn_implementation", self.policy.attn_implementation, not self.policy.may_pack),
+            ("policy.attn_implementation", attention, attention not in ("auto", "packed")),
             ("policy.routing", self.policy.routing, self.policy.routing == "replay"),
         ):
             refuse(

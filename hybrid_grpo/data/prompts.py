@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.chat_template import apply_template
+from hybrid_grpo.data.chat_template import apply_template, text_ids
 from hybrid_grpo.data.chat_text import prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import ImageStore, given_pictures, has_images, placed
 from hybrid_grpo.data.row_shapes import way_out
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
-from hybrid_grpo.data.special_tokens import text_ids
 from hybrid_grpo.distributed.ranks import all_gather_objects, shared_out, world_size
 from hybrid_grpo.model.fingerprints import of_texts
 

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import ForwardCache, Geometry, PagedCache, Rows, cached_forward
-from hybrid_grpo.model.attention import Segments, absorbed
-from hybrid_grpo.model.blocks import Blocks
+from hybrid_grpo.model.attention import Blocks, Segments, absorbed
 from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.ragged_attention import ROUNDING, Options, attend, has_ragged_kernel, ragged_attention
 from hybrid_grpo.model.routing import Recorder, joined

@@ -10,7 +10,9 @@ the row. So the completions of a group share one forward of their prompt, exactl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hybrid_grpo.model.blocks import Blocks, Spans
 from hybrid_grpo.model.kernels.attention import segment_attention
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.ragged_attention import Options, attend, has_ragged_kernel, ragged_attention
@@ -28,6 +29,33 @@ from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.upload import Selection, on_gpu, upload
 
 ATTENTION = "hybrid"
+Spans = Sequence[tuple[int, int]]
+"""(start, length) of each."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Runs of a row's tokens that attend to each other in both directions, within a window too (Gemma 3,
+    arXiv:2503.19786, section 2)."""
+
+    runs: Spans
+    """None crosses the end of a segment."""
+    windows_only: bool
+    """Whether they do so only in layers with a sliding window."""
+
+    def parts(
+        self, own: Spans, prefix: Spans, window: int, device: torch.device
+    ) -> Iterator[tuple[slice, tuple[slice, slice], Tensor]]:
+        """Yield for each block its tokens, the tokens whose keys it attends to, in two parts, and which of these each
+        of its own may attend to, bool [block, keys]. For `own` and `prefix` see `Segments`; 0 means no `window`."""
+        starts = [start for start, _ in own]
+        for start, length in self.runs:
+            number = bisect_right(starts, start) - 1
+            begin, (before, count) = own[number][0], prefix[number]
+            seen = slice(before, before + count), slice(begin, start + length)
+            key = torch.arange(count + start + length - begin, device=device)
+            query = torch.arange(count + start - begin, len(key), device=device)
+            yield slice(start, start + length), seen, key > query[:, None] - (window or len(key))
 
 
 class Batch(Protocol):

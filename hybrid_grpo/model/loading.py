@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -225,7 +226,8 @@ def load_model(
         refuse(
             not model.supports_gradient_checkpointing, f"policy.gradient_checkpointing: {kind} has none: leave it off"
         )
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
+        kept = partial(recomputed, policy.gradient_checkpointing is True)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": kept})
     return model
 
 

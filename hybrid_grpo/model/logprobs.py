@@ -255,12 +255,13 @@ class LogprobModel(nn.Module):
     """A causal language model whose forward returns log-probabilities and entropies, over its first `vocabulary` ids.
 
     The output head computes them. Only the forward of this instance's head is replaced, so that an engine's hooks
-    around it, which gather its weight under ZeRO-3, still run.
+    around it, which gather its weight under ZeRO-3, still run. `keeping` makes the context of the layers.
     """
 
-    def __init__(self, model: Any, vocabulary: int | None = None) -> None:
+    def __init__(self, model: Any, vocabulary: int | None = None, keeping: Any = nullcontext) -> None:
         super().__init__()
         self.model: Any = model
+        self._keeping = keeping
         self._is_prepared = False
         install_state_functions(model)
         config = model.config.get_text_config()
@@ -313,7 +314,7 @@ class LogprobModel(nn.Module):
         packed = {} if segments is None else {"batch": segments}
         support, shown = find(sidecars, MaskColumns), find(sidecars, ImageInputs)
         replay = find(sidecars, Replay)
-        with nullcontext() if replay is None else routed(replay):
+        with self._keeping(input_ids_bS), nullcontext() if replay is None else routed(replay):
             out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)
         head, hidden_ND = self.model.get_output_embeddings(), out.last_hidden_state.flatten(0, 1)
         if (own := find(sidecars, DistinctTargets) or find(sidecars, SharedTargets)) is None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_grpo.model.blocks import Blocks
+from hybrid_grpo.model.attention import Blocks
 from hybrid_grpo.model.logprobs import DistinctTargets
 from hybrid_grpo.model.routing import Replay, Routing
 from hybrid_grpo.model.sidecars import Piece, TokenRow, find

@@ -100,9 +100,10 @@ tokens: ContextVar[int] = ContextVar("tokens", default=0)
 """Number of tokens of the forward that is running."""
 
 
-def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpointed layer's forward, and of its recomputation, which is routed as that is."""
-    if tokens.get() <= LONG:
+def recomputed(keeps: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a checkpointed layer's forward, which `keeps` the attention of long rows or not, and of
+    its recomputation, which is routed as that is."""
+    if tokens.get() <= LONG or not keeps:
         return nullcontext(), routed(_routes.get(None))
     found = (getattr(getattr(torch.ops, space), name, None) for space, name in (of.split(".") for of in _ATTENTION))
     kept, again = create_selective_checkpoint_contexts([operator.default for operator in found if operator])

@@ -15,6 +15,7 @@ from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.feature import Feature, Features, Stateful
+from hybrid_grpo.run.folder import say
 from hybrid_grpo.run.stopping.progress import Progress
 
 
@@ -46,7 +47,6 @@ class Stage:
         last_rollout: completions of the latest step, their scores and mean advantages; None if nothing is sampled.
         last_advantages_BT: the advantages of that rollout's tokens; None until the step has learned from it.
         eval_sets: held-out sets on which the policy is measured, each at its own interval.
-        notes: what an alarm says beside its number, by its name.
     """
 
     eval_sets: Sequence[EvalSet] = ()
@@ -61,7 +61,6 @@ class Stage:
         self.parts: Mapping[str, Stateful] = {}
         self.shards: OffloadedModel | None = None
         self.shards_are_float32 = False
-        self.notes: Mapping[str, str] = {}
         self.last_rollout: tuple[Rollout, Scores, Tensor] | None = None
         self.last_advantages_BT: Tensor | None = None
 
@@ -81,7 +80,7 @@ class Stage:
         self.meter.add("policy/grad_norm", result.grad_norm)
         if frozen := self.policy.frozen:
             self.meter.add("policy/frozen_tensors", len(frozen))
-            self.notes = {"frozen_tensors": listed(frozen)}
+            say(f"WARNING: no gradient reaches {listed(frozen)}")
         for feature in self.features if result.applied else ():
             feature.stepped()
 

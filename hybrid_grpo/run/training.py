@@ -310,7 +310,7 @@ class TrainingRun:
     def watched(self, step: int, stage: Stage) -> dict[str, float]:
         """Return a step's metrics, reduced, with those that are alarms. Print and record the alarms that go off."""
         values = stage.meter.reduce()
-        alarms = self._alarms.watch(step, values, stage.notes)
+        alarms = self._alarms.watch(step, values)
         for alarm in [*alarms, *self._alarms.over]:
             if alarm.message:
                 say(f"ALARM: {alarm.message}")

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -193,7 +194,7 @@ def test_gradient_checkpointing_changes_nothing(architecture, long, monkeypatch)
     monkeypatch.setattr(kernels, "run", lambda name, *given: called.append(name) or run(name, *given))
     weighted(scored(LogprobModel(model), batches)).backward()
     plain, once = gradients(model), Counter(called)
-    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": partial(recomputed, True)})
     weighted(scored(LogprobModel(model), batches)).backward()
     assert called.count("segment_attention") == (2 if long else 3) * once["segment_attention"]
     atol = 1e-6 * max(float(gradient.abs().max()) for gradient in plain.values()) if long else 0

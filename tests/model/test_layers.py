@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, build, tiny_config
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.data.packing import pack
@@ -19,6 +20,7 @@ from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
+from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.sidecars import TokenRow
 
 CPU = torch.device("cpu")
@@ -76,9 +78,9 @@ def micro_batch():
     return pack(TokenRow.of(prompts, completions), 10_000, CPU, share="on")[0]
 
 
-def trained(model, micro):
+def trained(model, micro, **how):
     """Log-probabilities, and every gradient."""
-    logp_N, _ = LogprobModel(model)(*micro.inputs, 1.0)
+    logp_N, _ = LogprobModel(model, **how)(*micro.inputs, 1.0)
     (logp_N * torch.linspace(-1, 1, len(logp_N))).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"logp": logp_N.detach(), **gradients}
@@ -98,6 +100,19 @@ def fused_and_own(architecture, *, checkpointing=False, lora=False, dtype=torch.
             layers.fuse(model, None)
         results.append((model, trained(model, micro_batch())))
     return results
+
+
+def test_between_layers_that_are_computed_again_only_what_goes_into_them_is_saved():
+    """It can wait in host memory, as `policy.gradient_checkpointing` offload has it on a GPU."""
+    model, micro, saved = build(tiny_config("qwen2", layers=5), ATTENTION).train(), micro_batch(), Counter()
+    expected = {name: value.clone() for name, value in trained(model, micro).items()}
+    model.zero_grad()
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": functools.partial(recomputed, False)})
+    copies = saved_tensors_hooks(lambda x: saved.update([tuple(x.shape)]) or x.clone(), lambda x: x)
+    found = trained(model, micro, keeping=lambda ids: copies)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    # The norm of the model, which is not computed again, saves three more.
+    assert saved == {(1, 26, 32): 5 + 3, (1, 26, 1): 2, (1, 26): 1, (32,): 1}
 
 
 def assert_same(found, expected, tolerance):

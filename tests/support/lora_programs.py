@@ -77,8 +77,7 @@ def packed(folder: Path) -> dict[str, Any]:
     seen = two_steps(trainer)
     trainer.policy.export(folder / "exported")
     seen["adapters"] = _sums(trainer)
-    frozen = (p for p in trainer.policy.engine.engine.module.parameters() if not p.requires_grad)
-    seen["bytes"] = sum(p.numel() * p.element_size() for p in frozen)
+    seen["bytes"] = sum(p.nbytes for p in trainer.policy.engine.engine.module.parameters() if not p.requires_grad)
     return seen
 
 

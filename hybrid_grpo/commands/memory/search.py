@@ -89,7 +89,7 @@ def with_settings(plan: Plan, settings: dict[str, str]) -> Plan | None:
         section, *path = name.split(".")
         if section not in ("engine", "policy", "rollout"):
             return None
-        value: Any = text if text in ("off", "cpu") else json.loads(text)
+        value: Any = text if text in ("off", "cpu", "offload") else json.loads(text)
         config = replace(config, **{section: _set(getattr(config, section), path, value)})
     if config.policy.gradient_checkpointing != plan.config.policy.gradient_checkpointing:
         sizes = plan.measured(config, plan.batch) if plan.measured else None

@@ -12,11 +12,11 @@ import torch
 from hybrid_grpo.config import DataConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Rollout
+from hybrid_grpo.data.chat_template import ended_ids
 from hybrid_grpo.data.completion import Completion, Message, Prompt, whole_characters
 from hybrid_grpo.data.completions import end_of, read_completions
 from hybrid_grpo.data.picture import Picture, read_picture
 from hybrid_grpo.data.pictures import ImageStore, given_pictures, sight_of
-from hybrid_grpo.data.special_tokens import ended_ids
 from hybrid_grpo.distributed.hardware import device_bytes
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Callbacks, Request, stream_key

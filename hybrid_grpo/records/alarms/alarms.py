@@ -6,7 +6,6 @@ step's metrics.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from statistics import fmean
@@ -114,9 +113,8 @@ class Alarms:
             limit.action == "skip" and self._bad.get(name, 0) + 1 >= limit.patience for name, limit in limits.items()
         )
 
-    def watch(self, step: int, values: dict[str, float], notes: Mapping[str, str] | None = None) -> list[AlarmRecord]:
-        """Check a step's metrics, add the alarms that are metrics to `values`, and return the alarms that go off.
-        `notes` is what an alarm says beside its number, by its name."""
+    def watch(self, step: int, values: dict[str, float]) -> list[AlarmRecord]:
+        """Check a step's metrics, add the alarms that are metrics to `values`, and return the alarms that go off."""
         signs = self._signs(values)
         self._add_numbers(values, signs)
         values |= self._closest(signs)
@@ -134,7 +132,7 @@ class Alarms:
             if count < (1 if at_once else limit.patience):
                 continue
             ends = limit.action in ("stop", "roll_back")
-            message, until = self._message(name, sign, notes or {}), step if ends else None
+            message, until = self._message(name, sign), step if ends else None
             record = AlarmRecord(step, name, self._since[name], message, limit.action, until)
             # An alarm is reported once each time it begins.
             records += [record] if count <= limit.patience else []
@@ -223,7 +221,7 @@ class Alarms:
         closest = max(sorted(ways), key=ways.__getitem__, default="")
         return {f"health/closest/{closest}": ways[closest]} if closest else {}
 
-    def _message(self, name: str, sign: Sign, notes: Mapping[str, str]) -> str:
+    def _message(self, name: str, sign: Sign) -> str:
         limit, count = self._limits[name], self._bad[name]
         if name == NON_FINITE:
             return f"{name}: {sign.words} ({count} {'step' if count == 1 else 'steps'} in a row; guard.non_finite)"
@@ -233,8 +231,7 @@ class Alarms:
         many = "" if limit.patience == 1 else f" for {count} {what}"
         setting = f"alarms.{name.removesuffix('_flat')}"
         setting = f"alarms.numbers {name}" if name in self._config.numbers else setting
-        note = f": {notes[name]}" if name in notes else ""
-        return f"{name}: {sign.words}{note} ({sign.value:.4g}, {bound}{many}; {setting})"
+        return f"{name}: {sign.words} ({sign.value:.4g}, {bound}{many}; {setting})"
 
     def _add_numbers(self, values: dict[str, float], signs: dict[str, Sign]) -> None:
         """Add to `values` the alarms that are also metrics, and the gap between training and held-out reward."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybrid_grpo.data.chat_template import formed, joined
+from hybrid_grpo.data.chat_template import formed, joined, text_ids
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.picture import Picture
-from hybrid_grpo.data.special_tokens import text_ids
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,14 +7,16 @@ configuration on fake tensors, which have shapes and types but no data, and a mi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
@@ -48,6 +50,8 @@ class Footprint:
     layers: int
     """The most that a single layer adds to `kept`: its temporaries, what gradient checkpointing recomputes, and, if the
     embeddings are tied, the head's gradient, which waits for the gradient of the embeddings."""
+    hosted: int = 0
+    """What goes into layers and waits in host memory, pinned."""
 
 
 class NeedsData(Exception):
@@ -94,19 +98,29 @@ class DryRun:
         self.model.tie_weights()
         self.model.train()
         if policy.gradient_checkpointing:
-            self.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
-        self._scored = LogprobModel(self.model)
+            kept = partial(recomputed, policy.gradient_checkpointing is True)
+            self.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": kept})
+        self._hosted, offloads = 0, on_gpu and policy.gradient_checkpointing == "offload"
+        self._scored = LogprobModel(self.model, keeping=self._on_host if offloads else nullcontext)
         if on_gpu:
             fuse(self.model, None)
         # The engine moves gradients into its own buffers as soon as they are there.
         for parameter in filter(lambda parameter: parameter.requires_grad, self.model.parameters()):
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
 
+    def _on_host(self, _: Tensor) -> saved_tensors_hooks:
+        def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+            self._hosted += power_of_two(tensor.nbytes)
+            return tensor.shape, tensor.dtype
+
+        return saved_tensors_hooks(pack, lambda form: torch.empty(form[0], dtype=form[1]))
+
     def training(self, micro: MicroBatch) -> Footprint:
         with self._forward(micro, self._heads) as (tracker, marks, found):
             torch.stack([value_N.sum() for value_N in found]).sum().backward()
             kept, forward, head = (self._scale * mark for mark in marks)
-            return Footprint(kept, head - kept, max(forward, self._scale * tracker.mark()) - kept)
+            layers = max(forward, self._scale * tracker.mark()) - kept
+            return Footprint(kept, head - kept, layers, self._scale * self._hosted)
 
     @torch.no_grad()
     def reading(self, micro: MicroBatch) -> int:
@@ -209,8 +223,8 @@ class Sizes:
             return fixed + -(-(bytes_ - fixed) * tokens // self.tokens)
 
         head, layers = shrunk(self.training.head), shrunk(self.training.layers)
-        kept = -(-self.training.kept * tokens // self.tokens)
-        return replace(self, training=Footprint(kept, head, layers), tokens=tokens)
+        kept, hosted = (-(-of * tokens // self.tokens) for of in (self.training.kept, self.training.hosted))
+        return replace(self, training=Footprint(kept, head, layers, hosted), tokens=tokens)
 
 
 def measure(

@@ -232,7 +232,8 @@ class Plan:
         weights = Part("weights", hosted if self.hosted else 0, "more ranks")
         parts = [self.process, self.reward_models(on_host=True), weights, self.four_bits(on_host=True), *states]
         parts += [] if self.refers else [self.reference()]
-        parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures]
+        inputs = Part("layer inputs", self.sizes.training.hosted, remedies.smaller_micro_batches(self, recomputed=True))
+        parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures, inputs]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:

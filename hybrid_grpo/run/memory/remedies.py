@@ -76,7 +76,8 @@ def smaller_micro_batches(plan: Plan, recomputed: bool = False) -> str:
     elif heads and heads % twice == plan.ranks % twice == 0:
         fewer = f"engine.sequence_parallel {twice}, {fewer}"
     recompute = "" if recomputed or policy.gradient_checkpointing else "policy.gradient_checkpointing true"
-    return ", ".join(filter(None, (recompute, fewer)))
+    moved = "" if recomputed or not plan.gpu else "policy.gradient_checkpointing offload" * (not recompute)
+    return ", ".join(filter(None, (recompute, fewer, moved)))
 
 
 def less_fetched(plan: Plan) -> str:

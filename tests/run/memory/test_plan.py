@@ -94,8 +94,7 @@ def test_weights_in_four_bits_wait_in_host_memory_where_decoding_needs_the_room(
 def test_a_stage_that_is_left_open_is_two_where_whole_weights_have_room():
     def chosen(memory: int, **engine) -> int:
         config = TrainConfig(engine=EngineConfig(**engine))
-        gpu = replace(GPU, device_bytes=memory)
-        return chosen_stage(Plan(config, SIZES, batch_plan(config, 8), 512, gpu)).stage
+        return chosen_stage(Plan(config, SIZES, batch_plan(config, 8), 512, replace(GPU, device_bytes=memory))).stage
 
     whole = Plan(config := recipe(2), SIZES, batch_plan(config, 8), 512, GPU).peak.bytes
     enough = int(whole / KEPT_BELOW) + 1
@@ -346,6 +345,15 @@ def test_only_adapters_are_trained_of_an_adapted_model():
     sizes = measure(train, config, batch_plan(train, 1), 16, on_gpu=False)
     assert sizes.trained == 2 * (4 * 64 + 64 * 4)
     assert sizes.parameters > 20 * sizes.trained
+
+
+def test_what_goes_into_layers_is_counted_where_it_waits():
+    config, micro = tiny_config("llama", layers=6), micro_batch(2, 128)
+    policies = [PolicyConfig(dtype="float32", gradient_checkpointing=how) for how in (True, "offload")]
+    kept, moved = (DryRun(config, policy, LoraConfig(), on_gpu=True).training(micro) for policy in policies)
+    inputs = 6 * micro.input_ids_bS.numel() * 32 * 4
+    assert kept.hosted == 0 and inputs <= moved.hosted < 1.3 * inputs
+    assert moved.kept == pytest.approx(kept.kept - moved.hosted, rel=0.05)
 
 
 def test_experts_are_counted_as_often_as_a_token_goes_to_them():

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.run.saving import space
@@ -19,7 +18,7 @@ def stage_of(module, shards=None):
 
 
 def trained(module):
-    config = PolicyConfig(dtype="float32" if module[0].dtype == torch.float32 else "bfloat16")
+    config = SimpleNamespace(dtype=str(module[0].dtype).removeprefix("torch."))
     return SimpleNamespace(config=config, engine=SimpleNamespace(engine=SimpleNamespace(module=module)))
 
 
