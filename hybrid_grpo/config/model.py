@@ -92,7 +92,7 @@ class LoraConfig:
     """An adapter adds alpha / rank times the product of its two matrices to the weight of its layer."""
     target_modules: list[Text] | Literal["all-linear"] = "all-linear"
     """Layers that get an adapter, given by the ends of their names, as in [q_proj, v_proj]. `all-linear` means every
-    linear layer except the output head. Experts that are stored as one tensor are not linear layers."""
+    linear layer except the output head and, beside experts that are one tensor, dense MLPs named like these."""
     load_in_4bit: Annotated[Switch, About(in_plan=4)] = False
     """Keep the frozen weights of linear layers in four bits. They are NF4 with double quantization (QLoRA,
     arXiv:2305.14314; extra `qlora`), whole on every rank: engine.zero_stage is at most 2. Sampling and exports use the

@@ -74,8 +74,7 @@ class View:
         self.module, self._sharded, self._device, self.keeps = module, sharded, device, keep
         self._adapters = adapters or {}
         self._kept: dict[Any, Tensor] = {}
-        self._away: dict[Any, Tensor] = {}
-        """Weights in four bits, in host memory, where they wait on a GPU while they are gathered and not kept."""
+        self._away: dict[Any, Tensor] = {}  # packed weights of a GPU on the host, while they are gathered and not kept
         # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
         self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
         by_name = dict(source.named_parameters(remove_duplicate=False))

@@ -27,8 +27,7 @@ from hybrid_grpo.model.towers import lacks_towers, loader
 
 _NAME = "default"
 """peft's name for the only adapter of a model."""
-_LINEAR = (nn.Linear, Conv1D)
-"""Conv1D is GPT-2's linear layer."""
+_LINEAR = (nn.Linear, Conv1D)  # of GPT-2
 _MATRIX = re.compile(r"base_model\.model\.(.*)\.lora_([AB])\.weight")
 
 
@@ -163,7 +162,12 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
     layers = dict(model.named_modules())
     linear = [path for path, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
     if lora.target_modules == "all-linear":
-        return linear
+        import peft
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+        # It takes the names of dense MLPs for those that experts had as layers of their own.
+        convert_peft_config_for_transformers(found := peft.LoraConfig(target_modules=linear), model, None)
+        return [path for path in linear if path in found.target_modules]
     known = sorted({path.rpartition(".")[2] for path in linear})
     for target in lora.target_modules:
         found = [path for path in layers if f".{path}".endswith(f".{target}")]

@@ -44,7 +44,7 @@ def view_of(model, adapters, keep=False):
     return View(model, meta_copy(model, ATTENTION).eval(), False, torch.device("cpu"), adapters.by_layer, keep)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "qwen3_moe", "gemma2", "deepseek_v3"])
 def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(architecture, tmp_path):
     """GPT-2 keeps weights transposed; Gemma's head is its embedding; the experts of the MoE have no adapters."""
     base, model, adapters = adapted(architecture)
@@ -189,9 +189,9 @@ def test_models_whose_weights_are_used_otherwise_than_by_calling_linear_layers_a
 
 def test_names_that_peft_would_take_for_experts_are_refused():
     config = tiny_config("qwen3_next")
-    check_lora(LoraConfig(rank=2, target_modules=["q_proj", "o_proj"]), config)
+    check_lora(LORA, config)
     with pytest.raises(UserError, match=r"peft would adapt .*experts"), pytest.warns(RuntimeWarning):
-        check_lora(LORA, config)
+        check_lora(LoraConfig(rank=2, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]), config)
 
 
 def test_a_refreshed_reference_and_a_missing_peft_are_refused(tmp_path, monkeypatch):

@@ -48,10 +48,8 @@ def more_shards(plan: Plan, stage: int) -> str:
 
 def fewer_weights(plan: Plan) -> str:
     """Return what makes the weights that are always there smaller. In four bits, every rank has all of them."""
-    if plan.packed:
-        return ""
     packed = "lora.load_in_4bit true, " if plan.config.lora.rank and plan.stage < 3 else ""
-    return f"{packed}{more_shards(plan, 3)}, {HOSTED}"
+    return "" if plan.packed else f"{packed}{more_shards(plan, 3)}, {HOSTED}"
 
 
 def fewer_states(plan: Plan) -> str:
