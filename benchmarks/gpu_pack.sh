@@ -29,7 +29,7 @@ DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 python -m pip wheel --quiet --no-deps 
     --wheel-dir "$base/wheels" "$package"
 sed -i '/^deepspeed==/d' "$folder/packages.txt"
 python -m pip download --quiet --no-deps --only-binary :all: --python-version "$python" \
-    --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform any \
+    --platform={manylinux2014,manylinux_2_24,manylinux_2_28}_x86_64 --platform any \
     --dest "$base/wheels" --requirement "$folder/packages.txt"
 rm "$folder/packages.txt"
 for large in pyarrow pandas bitsandbytes; do mv "$base"/wheels/$large-* "$folder/$large/wheels"; done
