@@ -100,7 +100,7 @@ tokens: ContextVar[int] = ContextVar("tokens", default=0)
 """Number of tokens of the forward that is running."""
 
 
-def recomputed(keeps: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def recomputed(keeps: bool = True) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a checkpointed layer's forward, which `keeps` the attention of long rows or not, and of
     its recomputation, which is routed as that is."""
     if tokens.get() <= LONG or not keeps:
