@@ -124,8 +124,8 @@ class Matrix(Bench):
         start, name = time.monotonic(), f"case_{number}"
         try:
             entry: Entry = {"outcome": "passed", **self._case(name, number, case)}
-        except (AssertionError, TimeoutError) as error:
-            entry = {"outcome": "failed", "why": str(error)}
+        except Exception as error:  # whatever it is, its slot is given back
+            entry = {"outcome": "failed", "why": repr(error)}
         shutil.rmtree(self.folder / name, ignore_errors=True)
         return {"case": number, **entry, "seconds": round(time.monotonic() - start, 1), "settings": case}
 

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
@@ -182,7 +183,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "model": str(folder / "model"),
         **{path.name: str(path) for path in sorted(folder.glob("model_*")) if path.name != "model_best"},
         "best model": _best(folder / "model_best"),
-        "checkpoints": f"rm -r {folder}/checkpoints makes room" * any(folder.glob("checkpoints/step_*")),
+        "checkpoints": f"rm -r {quote(f'{folder}/checkpoints')} makes room" * any(folder.glob("checkpoints/step_*")),
         "report": str(folder / "report.html") * (folder / "report.html").exists(),
         "metrics": str(folder / "metrics.jsonl"),
     }

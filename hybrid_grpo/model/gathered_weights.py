@@ -111,11 +111,11 @@ class View:
         matrices = [p for adapter in self._adapters.values() for p in (adapter.down, adapter.up)]
         every = [*self._homes, *matrices]
         whole = self._whole(every, self._memory)
-        places = {} if self._copies(every) else self._beside(whole)
+        copies = self._copies(every)
+        places = {} if copies else self._beside(whole)
         for weight in self._changed:
             form = whole[weight]
             if weight not in places:
-                copies = self._copies(every)
                 places[weight] = form if copies else self._memory(weight, form.numel(), form.dtype).view(form.shape)
             if form.is_meta:
                 from bitsandbytes.functional import dequantize_4bit

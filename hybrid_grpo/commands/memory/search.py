@@ -51,8 +51,7 @@ def sufficient(plan: Plan) -> list[str] | None:
 def chosen_stage(plan: Plan) -> Plan:
     """Return the plan at ZeRO-2 if the stage is left open and whole weights leave enough room on every rank, also for
     what decoding keeps: training then fetches none, and rollouts gather none. Collective."""
-    engine = plan.config.engine
-    if engine.zero_stage is not None or engine.fetching or not plan.sharded:
+    if plan.config.engine.zero_stage is not None or plan.config.engine.fetching or not plan.sharded:
         return plan
     whole = _possible(plan, {"engine.zero_stage": "2"}) or plan
     fits = whole.lacking is None and whole.peak.bytes <= KEPT_BELOW * plan.hardware.device_bytes
