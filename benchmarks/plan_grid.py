@@ -87,14 +87,15 @@ def smallest(plan: Plan) -> Iterator[Plan]:
         *((None, "engine.offload_optimizer true"), (None, "engine.zero_stage 1", "engine.zero_stage 2")),
         *((None, f"{zero}.offload_param.device cpu"), (None, f"{zero}.reduce_bucket_size 10000000")),
         (None, f"{zero}.stage3_max_live_parameters {plan.sizes.largest}"),
+        (None, "lora.merge false") if plan.config.lora.rank else (None,),
     )
     for chosen in itertools.product(*choices):
         try:
             made = with_settings(base, named(filter(None, chosen)))
         except ValueError:  # stages below 3 cannot offload weights
             continue
-        assert made is not None
-        yield made
+        if made is not None:  # ZeRO-3 merges adapters
+            yield made
 
 
 def named(settings: Iterable[str]) -> dict[str, str]:

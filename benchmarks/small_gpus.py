@@ -2,9 +2,7 @@
 
     python benchmarks/small_gpus.py [--json benchmarks/results/small_gpus.json] [--docs docs/memory.md]
 
-Nothing is measured and no weights are created. For each model and choice of words, the table has the fewest GPUs, one
-or two, on which the plan fits with a cache for at least `SEQUENCES` sequences at once. Prompts have up to 512 tokens in
-the recipe, and completions too. It takes minutes.
+For each model and choice of words, the table has the fewest GPUs, one or two, on which a plan with 16 sequences fits.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from hybrid_grpo.run.memory.dry_run import Footprint, Sizes
 from hybrid_grpo.run.memory.plan import Plan
 
 RESULTS = ROOT / "benchmarks/results/small_gpus.json"
-SHAPES = {f"Qwen/Qwen2.5-{size}-Instruct": MODELS[f"Qwen2.5-{size}"] for size in ("0.5B", "1.5B", "3B", "7B")}
-WORDS = ("", "offload", "lora", "lora 4bit")
+SHAPES = {f"Qwen/Qwen2.5-{size}-Instruct": MODELS[f"Qwen2.5-{size}"] for size in ("1.5B", "3B", "7B", "14B", "32B")}
+WORDS = ("", "offload", "lora", "lora 4bit", "lora 4bit unmerged")
 CARDS = {
     "24 GB (RTX 3090, RTX 4090, A10G)": ("a10g", "rtx3090", "rtx4090"),
     "32 GB (RTX 5090)": ("rtx5090",),
@@ -78,13 +76,14 @@ def saved_sizes(result: dict[str, Any]) -> Sizes:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table in Markdown: the number of GPUs, and the largest host memory of a rank."""
+    """The table in Markdown: the number of GPUs, and the largest host memory of a rank. Left out are rows without any,
+    and those of `unmerged` that need as many as without."""
     lines = [f"| model and words | {' | '.join(CARDS)} | host |", "|---|" + "---|" * (len(CARDS) + 1)]
+    cells = {key: [str(p["gpus"]) if p else "-" for p in result["fits"].values()] for key, result in results.items()}
     for key, result in results.items():
-        fits = result["fits"].values()
-        hosts = [plan["host"] * plan["gpus"] for plan in fits if plan]
-        counts = " | ".join(str(plan["gpus"]) if plan else "-" for plan in fits)
-        lines.append(f"| `{key}` | {counts} | {max(hosts):.0f} |" if hosts else f"| `{key}` | {counts} | - |")
+        hosts = [plan["host"] * plan["gpus"] for plan in result["fits"].values() if plan]
+        if hosts and (not key.endswith("unmerged") or cells[key] != cells[key.removesuffix(" unmerged")]):
+            lines.append(f"| `{key}` | {' | '.join(cells[key])} | {max(hosts):.0f} |")
     return "\n".join(lines)
 
 

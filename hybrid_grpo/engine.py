@@ -190,7 +190,7 @@ class Engine:
         view: a module of the same class and structure as `source`, on the meta device.
         config: see `policy_config`.
         adapters: the adapters in `source`, by the path of their layer in `view`.
-        keep_view: keep the memory of the unsharded weights while the policy trains; see `View`.
+        keep_view, merge: `keep` and `merge` of `View`.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class Engine:
         config: dict[str, Any],
         adapters: Mapping[str, Adapter] | None = None,
         keep_view: bool = False,
+        merge: bool = True,
     ) -> None:
         if config["zero_optimization"]["stage"] == 3 and (layers := whole_layers(source)):
             for layer in layers:
@@ -224,7 +225,8 @@ class Engine:
         if self.stage == 0 and not self.engine.bfloat16_enabled():
             self.engine.clip_fp32_gradients = self._clip_gradients
         self.device = torch.device(get_accelerator().current_device_name())
-        self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view)
+        self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view, merge=merge)
+        self.merged = self._view.merged
         self._generating = False
         self.gather_s = self.release_s = self.wait_s = 0.0
         """Seconds that the last switch spent gathering, releasing, and waiting for the other ranks at the end."""

@@ -132,7 +132,8 @@ class Policy:
         by_layer = self.adapters.by_layer if self.adapters else None
         offloads, keep_view = policy.gradient_checkpointing == "offload", workspace is not None
         trained = LogprobModel(model, self.vocabulary, _on_host if offloads else nullcontext)
-        self.engine = engines.Engine(trained, model, view, config, by_layer, keep_view=keep_view)
+        merge = lora is None or lora.merge
+        self.engine = engines.Engine(trained, model, view, config, by_layer, keep_view=keep_view, merge=merge)
         self.deepspeed_config = self.engine.config
         self.gradients = GradientCheck(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
         sight = sight_of(album, policy, self.engine.device)
@@ -166,11 +167,11 @@ class Policy:
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is
         the text model of. Adapters are merged into the weights, and also written to `adapter/` for peft. Collective."""
-        with self.engine.generation() as view:
+        with self.engine.generation():
             if rank() == 0:
                 # As it was loaded, dropout included.
                 config = None if self._original else dequantized(load_config(self.config.model))
-                save_model(view, folder, config, self.config.dtype, self._original)
+                save_model(self.engine.merged(), folder, config, self.config.dtype, self._original)
                 save_tokenizer(self.tokenizer, folder)
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)

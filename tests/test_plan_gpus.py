@@ -76,17 +76,13 @@ def test_every_command_for_a_small_gpu_fits_it_in_every_phase():
                 for phase in plan.phases:
                     assert phase.bytes <= 0.97 * plan.hardware.device_bytes, (command, gpu, phase.name)
                 planned += 1
-    assert planned > 80
-    assert {command.split("-")[1] for command, cells in rows_of(page) if cells[0] == "1"} == {
-        "0.5B",
-        "1.5B",
-        "3B",
-        "7B",
-    }
+    assert planned > 65
+    on_one = {command.split("-")[1] for command, cells in rows_of(page) if cells[0] == "1"}
+    assert on_one == {"1.5B", "3B", "7B", "14B"}
 
 
 def test_the_sizes_behind_these_plans_are_those_of_a_dry_run_today():
-    model = "Qwen/Qwen2.5-0.5B-Instruct"
+    model = "Qwen/Qwen2.5-1.5B-Instruct"
     saved = small_gpus.saved_sizes(json.loads(small_gpus.RESULTS.read_text())[f"{model} lora"])
     today = plan_gpus.sizes_of(small_gpus.SHAPES[model], small_gpus.config_of(model, "lora"), 512)
     assert saved == today, "run benchmarks/small_gpus.py"

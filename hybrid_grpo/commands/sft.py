@@ -41,7 +41,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
         model_config = load_config(config.policy.model)
         album = ImageStore.of(config.policy.model, model_config)
         check_lora(config.lora, model_config)
-        check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
+        check_files(config.policy.model, model_config)
         tokenizer = load_tokenizer(config.policy.model)
         ends = stop_ids(config.policy.model, tokenizer, [], model_config)
         pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens, album, ends=ends)

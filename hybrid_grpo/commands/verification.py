@@ -78,7 +78,6 @@ def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
         dtype=dtype,
         attn_implementation="eager",
         trust_remote_code=False,
-        use_safetensors=None if config.pickled_weights else True,
         **(in_four_bits(dtype) | {"device_map": "cpu"} if packed else dequantizing(model_config)),
     )
     if packed:

@@ -37,7 +37,8 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     if hasattr(default, "lora") and isinstance(policy, Mapping) and is_adapter(model := str(policy.get("model"))):
         settings["lora"] = continued(model, values.get("lora") or {})
     lora, engine = (settings.get(name) for name in ("lora", "engine"))
-    if isinstance(lora, dict) and lora.get("load_in_4bit") is True and (engine or {}).get("zero_stage") is None:
+    whole = isinstance(lora, dict) and (lora.get("load_in_4bit") is True or lora.get("merge") is False)
+    if whole and (engine or {}).get("zero_stage") is None:
         settings["engine"] = {**vars(default.engine), **(engine or {}), "zero_stage": 2}
     try:
         return _adapter(cls).validate_python(settings)  # type: ignore[arg-type]  # classes hash

@@ -149,6 +149,11 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
         config.lora.load_in_4bit and find_spec("bitsandbytes") is None,
         "lora.load_in_4bit needs bitsandbytes, which is not installed: pip install 'hybrid_grpo[qlora]'",
     )
+    refuse(
+        config.lora.needs_whole and config.engine.stage(world_size) == 3,
+        f"lora.{'load_in_4bit' if config.lora.load_in_4bit else 'merge false'} keeps the frozen weights whole on every"
+        " rank, and ZeRO-3 would shard them: set engine.zero_stage to 2",
+    )
     # wandb makes a folder of its name in the working directory, which is found too, but has no origin.
     refuse(
         config.log.wandb != "disabled" and getattr(find_spec("wandb"), "origin", None) is None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,9 +61,6 @@ class PolicyConfig:
     micro_batch_tokens: Annotated[Count | None, About(in_plan=1), MAY_CHANGE] = None
     """Maximum number of tokens in a forward and backward pass on a rank, padding included. A longer row gets its own
     pass. Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
-    pickled_weights: Annotated[Switch, _LOADING] = False
-    """Also read pickled weights (pytorch_model.bin) of a model without safetensors, without running their code."""
-
     picture_cache_gb: Positive = 2.0
     """GiB of host memory of a rank for what the tower made of pictures, which is kept for training and later steps."""
     verify: Annotated[Literal["auto", "on", "off"], MAY_CHANGE] = "auto"
@@ -97,19 +94,27 @@ class LoraConfig:
     """Keep the frozen weights of linear layers in four bits. They are NF4 with double quantization (QLoRA,
     arXiv:2305.14314; extra `qlora`), whole on every rank: engine.zero_stage is at most 2. Sampling and exports use the
     same numbers in policy.dtype."""
+    merge: Annotated[Switch, About(in_plan=4), MAY_CHANGE] = True
+    """Sample from a copy of the weights that the adapters are merged into. `false` samples from the frozen weights as
+    they are, in four bits too, with the adapters beside them: less memory, slower, engine.zero_stage at most 2."""
 
     @model_validator(mode="after")
     def _check(self) -> LoraConfig:
-        for name, default in (("alpha", 32), ("target_modules", "all-linear"), ("load_in_4bit", False)):
+        for entry in fields(self)[1:]:
             refuse(
-                not self.rank and getattr(self, name) != default,
-                f"lora.{name} is set, but without lora.rank there are no adapters: set lora.rank, or remove it",
+                not self.rank and getattr(self, entry.name) != entry.default,
+                f"lora.{entry.name} is set, but without lora.rank there are no adapters: set lora.rank, or remove it",
             )
         refuse(
             not self.target_modules,
             f"lora.target_modules {self.target_modules}: name layers, as in [q_proj, v_proj], or all-linear",
         )
         return self
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether frozen weights have to be whole on every rank."""
+        return self.load_in_4bit or not self.merge
 
 
 _OF_SHARDS = ("offload_param", "zero_hpz_partition_size")

@@ -64,11 +64,6 @@ class ModelRunConfig:
             "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
             " set engine.zero_stage to 1, or policy.dtype to float32",
         )
-        refuse(
-            self.lora.load_in_4bit and self.engine.zero_stage not in (0, 1, 2),
-            "lora.load_in_4bit keeps the frozen weights whole on every rank, and ZeRO-3 would shard them: set"
-            " engine.zero_stage to 2",
-        )
         rounds = self.engine.deepspeed.get("bf16", {}).get("bf16_master_weights_and_grads", False)
         refuse(
             rounds and self.policy.lr < _LEAST_BF16_LR,

@@ -16,7 +16,7 @@ from weakref import ref
 
 from hybrid_grpo.config import DataConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.data.chat_text import unmarked
+from hybrid_grpo.data.chat_template import unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.picture import Picture, read_picture
 from hybrid_grpo.model.sight import VisionEncoder, image_token, load_processor, load_tower

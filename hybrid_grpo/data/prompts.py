@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.chat_template import apply_template, text_ids
-from hybrid_grpo.data.chat_text import prompt_text_of
+from hybrid_grpo.data.chat_template import apply_template, prompt_text_of, text_ids
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import ImageStore, given_pictures, has_images, placed

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.cache import ForwardCache, Geometry, cached_forward
 from hybrid_grpo.generation.state_pool import StateShape
-from hybrid_grpo.model.memory_tracker import MemoryTracker
 from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.routing import RoutingProbe, install_routers
 from hybrid_grpo.model.runs import Runs
 
 _PROBE_TOKENS = 64
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of all live storages except those of `known` tensors, and their peak since the last `mark`."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._seen:
+                self._seen.add(key)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._forget, key, size)
+        return out
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+    def mark(self) -> int:
+        """Return the peak since the last mark, and set a new mark."""
+        peak, self.peak = self.peak, self.live
+        return peak
 
 
 def geometry_of(model: Any) -> Geometry:
@@ -53,7 +84,7 @@ class _ShapeProbe(ForwardCache):
         self.dtype = torch.float32
         self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
         self.routes = RoutingProbe()
-        self._keys: list[ref[Tensor]] = []
+        self._keys: list[weakref.ref[Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self._cached = key, value
@@ -83,7 +114,7 @@ class _ShapeProbe(ForwardCache):
             )
         layer = next((layer for layer, known in enumerate(self._keys) if known() is key), len(self._keys))
         if layer == len(self._keys):
-            self._keys.append(ref(key))
+            self._keys.append(weakref.ref(key))
             self.shapes.append(((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])))
         self.layers.append(layer)
         self.attention.append(options._replace(sinks=None))

@@ -98,12 +98,12 @@ def _folder(name: str, start: str) -> Path:
 
 def save_model(view: Any, folder: Path, config: Any, dtype: str, original: Original | None) -> None:
     """Write unsharded weights and their configuration; if they are a part of the checkpoint `original`, write that."""
-    # Gathered weights are slices of one buffer; tied weights stay tied.
+    # Gathered weights are slices of one buffer, which would be written whole; tied weights stay tied.
     copies: dict[int, Tensor] = {}
-    state = {
-        name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
-        for name, tensor in view.state_dict().items()
-    }
+    for tensor in view.state_dict().values():
+        part = tensor.nbytes < tensor.untyped_storage().nbytes()
+        copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=part))
+    state = {name: copies[tensor.data_ptr()] for name, tensor in view.state_dict().items()}
     if original is not None:
         original.export(state, folder)
         return

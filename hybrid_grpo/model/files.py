@@ -26,11 +26,9 @@ SAFE, PICKLED = (
 """Names of the single file with all weights, and of the index that maps each weight to its file, for each format."""
 
 
-def check_files(
-    name: str, config: Any, *, pickled: bool = False, setting: str = "policy.model", needed: bool = True
-) -> None:
+def check_files(name: str, config: Any, *, setting: str = "policy.model", needed: bool = True) -> None:
     """Raise `UserError` if the weights in a model's folder are missing (unless they are not `needed`), damaged, or do
-    not fit a causal language model of this configuration. Pickled weights are not inspected; `pickled` allows them."""
+    not fit a causal language model of this configuration. Pickled weights are not inspected."""
     name = files_of(name, setting)
     folder, start = Path(name), f"{setting} {name}"
     if not folder.is_dir():
@@ -40,10 +38,9 @@ def check_files(
             model = loader(config).from_config(config, trust_remote_code=False)
     except Exception as error:  # an architecture may raise anything for numbers that it cannot take
         raise UserError(f"{start}: config.json describes no model: {first_line(error)}: repair it") from error
-    if not needed and not any((folder / file).exists() for file in (*SAFE, *PICKLED)):
-        return
     if not any((folder / file).exists() for file in SAFE):
-        check_pickled(name, allowed=pickled, setting=setting)
+        missing = needed and not any((folder / file).exists() for file in PICKLED)
+        refuse(missing, f"{start} has no weights: there is neither {SAFE[0]} nor {SAFE[1]}: save them there")
         return
     shapes: dict[str, list[int]] = {}
     trained = dict(model.named_parameters())
@@ -68,17 +65,6 @@ def check_files(
 def shapes_in_files(tensor: Tensor) -> list[list[int]]:
     """Return the shapes that a weight may have in its files: transformers transposes some experts as it loads them."""
     return [list(tensor.shape)] + ([list(tensor.mT.shape)] if tensor.dim() == 3 else [])
-
-
-def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") -> None:
-    """Raise `UserError` if a folder without safetensors has no pickled weights either, or they are not `allowed`."""
-    found = [file for file in PICKLED if (Path(name) / file).is_file()]
-    refuse(not found, f"{setting} {name} has no weights: there is neither {SAFE[0]} nor {SAFE[1]}: save them there")
-    refuse(
-        not allowed,
-        f"{setting} {name} has pickled weights ({found[0]}), which may run code when they are read: save them as"
-        " safetensors (save_pretrained does), or set policy.pickled_weights to true if you trust them",
-    )
 
 
 def weight_files(folder: Path, start: str) -> Iterator[Path]:

@@ -3,8 +3,9 @@
 A view is a second module of the same class with its own attention, but without hooks, gradients or storage. While it
 is gathered, its parameters are the unsharded ("whole") weights. Below ZeRO stage 3, and on one rank, they are the
 engine's own memory; otherwise slices of one buffer that the shards are gathered into. Adapters are merged into that
-buffer, or into copies of the engine's memory. A view may keep this memory, so that weights are at the same addresses
-every time. The module in training is never touched, so there is nothing to restore after generation.
+buffer, or into copies of the engine's memory, unless the view calls the layers in training, adapters beside weights. A
+view may keep this memory, so that weights are at the same addresses every time. The module in training is never
+touched, so there is nothing to restore after generation.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,6 +58,7 @@ class View:
         device: where the whole weights are.
         adapters: the adapters in `source`, by the path of their layer in `module`.
         keep: keep the memory of gathered and merged weights for the next `gather`.
+        merge: merge adapters and unpack weights in four bits; else call the layers of `source`, which is not `sharded`.
         neighbors: lay out the weights of `TOGETHER` as neighbors in memory where they are gathered or merged, and
             those of attention everywhere. Default: on GPUs.
     """
@@ -70,9 +72,11 @@ class View:
         adapters: Mapping[str, Adapter] | None = None,
         keep: bool = False,
         neighbors: bool | None = None,
+        merge: bool = True,
     ) -> None:
         self.module, self._sharded, self._device, self.keeps = module, sharded, device, keep
-        self._adapters = adapters or {}
+        self._source, self._unmerged = source, None if merge else adapters or {}
+        self._adapters = adapters or {} if merge else {}
         self._kept: dict[Any, Tensor] = {}
         self._away: dict[Any, Tensor] = {}  # packed weights of a GPU on the host, while they are gathered and not kept
         # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
@@ -81,7 +85,13 @@ class View:
         for path, adapter in self._adapters.items():
             by_name.update({f"{path}.{name}": p for name, p in adapter.linear.named_parameters()})
         buffers = dict(source.named_buffers(remove_duplicate=False))
+        for path in [] if merge else [path for path, _ in module.named_modules()]:
+            if path in (adapters or {}) or hasattr(by_name.get(f"{path}.weight"), "quant_state"):
+                module.set_submodule(path, source.get_submodule(path))
+        own = {*source.modules()}
         for path, child in module.named_modules():
+            if child in own:
+                continue
             prefix = f"{path}." if path else ""
             for name in child._parameters:
                 if child._parameters[name] is not None:
@@ -126,7 +136,8 @@ class View:
                     weight.data = weight.data.new_empty(0)
         for adapter in self._adapters.values():
             weight = adapter.linear.weight
-            whole[weight] = adapter.merged(whole[weight], whole[adapter.down], whole[adapter.up], places[weight])
+            form, down, up = (whole[p].to(self._device) for p in (weight, adapter.down, adapter.up))
+            whole[weight] = adapter.merged(form, down, up, places[weight])
         for parameter, homes in self._homes.items():
             self._bind(homes, whole[parameter])
 
@@ -152,6 +163,15 @@ class View:
     def whole(self, parameters: Iterable[Any]) -> dict[Any, Tensor]:
         """Return the whole weights of parameters in training, to be read only. Collective when sharded over ranks."""
         return self._whole(list(parameters), self._new)
+
+    def merged(self) -> nn.Module:
+        """Return the gathered module with adapters merged: a copy in host memory if it calls them itself."""
+        if self._unmerged is None:
+            return self.module
+        host = torch.device("cpu")
+        view = View(self._source, meta_copy(self._source, "eager"), False, host, self._unmerged, keep=True)
+        view.gather()
+        return view.module
 
     def release(self) -> None:
         for parameter, homes in self._homes.items():

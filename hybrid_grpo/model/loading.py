@@ -84,7 +84,8 @@ def _refuse_absent(name: str, setting: str) -> None:
 
 def _why(error: Exception, name: str) -> str:
     if Path(name).exists():
-        return first_line(error)
+        code = isinstance(error, UnpicklingError)
+        return "its pickled weights hold more than tensors: save them as safetensors" if code else first_line(error)
     if silence := hub.silence():
         return f"there is no such folder here, nor all of it in the hub's cache, and {silence}, or give a local folder"
     return f"there is no such folder here, and from the hub: {first_line(error)}"
@@ -214,11 +215,9 @@ def load_model(
     """
     config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
-    auto, dtype, safe = loader(config), getattr(torch, policy.dtype), None if policy.pickled_weights else True
-    plain = without_dropout(config)
-    options = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": safe}
-    options |= in_four_bits(dtype) if four_bits else {}
-    model = load_weights(auto, policy.model, plain, setting, **options)
+    plain, dtype = without_dropout(config), getattr(torch, policy.dtype)
+    options = {"dtype": dtype, "attn_implementation": attention, **(in_four_bits(dtype) if four_bits else {})}
+    model = load_weights(loader(config), policy.model, plain, setting, **options)
     if four_bits:
         _check_packed(model)
     if policy.gradient_checkpointing:

@@ -242,8 +242,6 @@ def without_videos(kind: Any) -> Any:
 def load_tower(policy: PolicyConfig, setting: str = "policy.model") -> Any:
     """Load the tower of `policy.model`, on the CPU and outside the engine. Raises UserError as `load_weights` does."""
     config = load_config(policy.model, setting)
-    dtype, safe = getattr(torch, policy.dtype), None if policy.pickled_weights else True
+    plain, dtype = without_dropout(config), getattr(torch, policy.dtype)
     with outside_deepspeed():
-        return load_weights(
-            tower_class(config), policy.model, without_dropout(config), setting, dtype=dtype, use_safetensors=safe
-        )
+        return load_weights(tower_class(config), policy.model, plain, setting, dtype=dtype)

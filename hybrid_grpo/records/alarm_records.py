@@ -33,17 +33,15 @@ def write_alarm(folder: Path, record: AlarmRecord) -> None:
 
 
 def joined(lines: Iterable[Mapping[str, Any]]) -> list[AlarmRecord]:
-    """Return the alarms in lines of `ALARMS_FILE`, each with the end of its problem. Earlier versions wrote no
-    ends, and the earliest only the step and the message."""
+    """Return the alarms in lines of `ALARMS_FILE`, each with the end of its problem."""
     found: list[AlarmRecord] = []
     lasting: dict[str, int] = {}
     for line in lines:
-        step, name, message = line["step"], line.get("alarm", ""), line.get("message")
-        since, until = line.get("since", step), line.get("until", step)
+        name, since, message, until = (line[key] for key in ("alarm", "since", "message", "until"))
         if (at := lasting.pop(name, None)) is not None:
-            found[at] = replace(found[at], until=step - 1)
+            found[at] = replace(found[at], until=line["step"] - 1)
         if message:
             if until is None:
                 lasting[name] = len(found)
-            found.append(AlarmRecord(step, name, since, message, until=until))
+            found.append(AlarmRecord(line["step"], name, since, message, until=until))
     return found

@@ -46,7 +46,7 @@ class SamplingContext:
         """Read all but weights. Raise UserError if the model cannot sample, or needed files are damaged or absent."""
         config = load_config(policy.model)
         check_architecture(config, rollout.decoder)
-        check_files(policy.model, config, pickled=policy.pickled_weights, needed=needs_weights)
+        check_files(policy.model, config, needed=needs_weights)
         tokenizer = load_tokenizer(policy.model)
         size = vocabulary_of(tokenizer, config)
         check_token_ids(rollout, size)

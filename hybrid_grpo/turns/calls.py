@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_grpo.data.chat_text import clean
+from hybrid_grpo.data.chat_template import clean
 
 _DEEPEST = 64
 """Maximum nesting depth of a call's arguments: templates, JSON and pickle recurse over them."""

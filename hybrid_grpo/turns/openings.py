@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.data.chat_text import clean, prompt_text_of
+from hybrid_grpo.data.chat_template import clean, prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import PLACE, Opening
 from hybrid_grpo.data.pictures import ImageStore, parted, placed

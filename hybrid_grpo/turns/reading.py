@@ -14,7 +14,7 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.data.chat_text import clean
+from hybrid_grpo.data.chat_template import clean
 from hybrid_grpo.turns.calls import Format, Part, ToolCall, Turn, checked
 from hybrid_grpo.turns.formats import FORMATS
 from hybrid_grpo.turns.template import TurnTemplate, assistant_message, user_message, written

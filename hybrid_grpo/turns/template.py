@@ -11,8 +11,7 @@ from typing import Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.chat_template import apply_template
-from hybrid_grpo.data.chat_text import ChatText, clean, unmarked
+from hybrid_grpo.data.chat_template import ChatText, apply_template, clean, unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.data.picture import Picture

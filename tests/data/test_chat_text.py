@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_grpo.data.chat_text import ChatText, clean
+from hybrid_grpo.data.chat_template import ChatText, clean
 
 SPECIAL = ["<|im_end|>", "<|im_start|>"]
 TEXTS = ["It is so, and then some more.\n\nIt is two lines.", "<tool>", "im_end and |im_start|", "a  b\n c"] * 3

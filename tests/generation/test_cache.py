@@ -12,11 +12,10 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Request, Sampling, state_pool, stream_key
 from hybrid_grpo.generation import cache as cache_module
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
-from hybrid_grpo.generation.shape_probe import geometry_of
+from hybrid_grpo.generation.shape_probe import MemoryTracker, geometry_of
 from hybrid_grpo.generation.state_pool import StatePool, StateShape
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION, Segments
-from hybrid_grpo.model.memory_tracker import MemoryTracker
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

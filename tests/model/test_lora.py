@@ -40,8 +40,15 @@ def adapted(architecture, lora=LORA):
     return base, model, adapters
 
 
-def view_of(model, adapters, keep=False):
-    return View(model, meta_copy(model, ATTENTION).eval(), False, torch.device("cpu"), adapters.by_layer, keep)
+def view_of(model, adapters, keep=False, **options):
+    view, cpu = meta_copy(model, ATTENTION).eval(), torch.device("cpu")
+    return View(model, view, False, cpu, adapters.by_layer, keep, **options)
+
+
+def greedy(model):
+    """Twelve tokens after each of three prompts."""
+    requests = [Request(prompt, [0]) for prompt in ([1, 2, 3], [7] * 11, [40])]
+    return [group[0].token_ids for group in generate(model, requests, Sampling(12, temperature=GREEDY))[0]]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "qwen3_moe", "gemma2", "deepseek_v3"])
@@ -50,9 +57,9 @@ def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(archit
     base, model, adapters = adapted(architecture)
     before = {name: p.clone() for name, p in model.named_parameters()}
     adapters.save(tmp_path, {p: p.data for p in adapters.parameters})
-    view = view_of(model, adapters)
+    view, beside = view_of(model, adapters), view_of(model, adapters, merge=False)
     view.gather()
-    requests = [Request(prompt, [0]) for prompt in ([1, 2, 3], [7] * 11, [40])]
+    beside.gather()
     with torch.no_grad():
         theirs = PeftModel.from_pretrained(deepcopy(base), tmp_path)
         assert torch.equal(theirs(IDS).logits, model(IDS).logits)
@@ -61,31 +68,13 @@ def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(archit
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(view.module.state_dict()[name], weight, rtol=1e-6, atol=1e-6)
     merged.set_attn_implementation(ATTENTION)
-    decoded, expected = (generate(m, requests, Sampling(12, temperature=GREEDY))[0] for m in (view.module, merged))
-    assert [g[0].token_ids for g in decoded] == [g[0].token_ids for g in expected]
+    assert greedy(view.module) == greedy(beside.module) == greedy(merged)
+    copied, exported = view.module.state_dict(), beside.merged().state_dict()
+    assert copied.keys() == exported.keys() and all(torch.equal(exported[name], copied[name]) for name in copied)
     view.release()
+    beside.release()
     assert all(p.numel() == 0 for p in view.module.parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_merged_weights_that_are_kept_are_at_the_same_addresses_with_new_values():
-    _, model, adapters = adapted("qwen2")
-    views = [view_of(model, adapters, keep=keep) for keep in (True, False)]
-    seen, held = [], []
-    for _ in range(3):
-        for view in views:
-            view.gather()
-        kept, new = (view.module.state_dict() for view in views)
-        seen.append([weight.data_ptr() for weight in kept.values()])
-        # Held for as long as the test, so that new memory cannot come to an old address by chance.
-        held.append(kept)
-        assert all(torch.equal(kept[name], new[name]) for name in new)
-        for view in views:
-            view.release()
-        with torch.no_grad():
-            for parameter in adapters.parameters:
-                parameter.add_(0.1)
-    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.parametrize(("architecture", "targets"), [
@@ -93,30 +82,39 @@ def test_merged_weights_that_are_kept_are_at_the_same_addresses_with_new_values(
 ])  # fmt: skip
 @pytest.mark.parametrize("kept", [False, True])
 def test_weights_in_four_bits_are_decoded_as_the_same_numbers_in_full(architecture, targets, kept, tmp_path):
-    """Whichever layers have adapters, in places of their own or as neighbors; afterwards they are packed again."""
+    """Whichever layers have adapters, as neighbors or not, in memory that is kept or not; then packed again."""
     config, lora = tiny_config(architecture), LoraConfig(rank=4, alpha=8, target_modules=targets, load_in_4bit=True)
     build(config).save_pretrained(tmp_path)
     packed, full = (type(build(config)).from_pretrained(tmp_path, **in_four_bits(torch.float32)) for _ in range(2))
-    full, views = full.dequantize(), list[View]()
+    full, views, trained, seen = full.dequantize(), [], [], []
     packed.train()  # bitsandbytes lays weights out anew for inference on a CPU
     for model in (packed, full):
         adapters = Adapters(model, lora, seed=1)
         torch.manual_seed(2)
-        for adapter in adapters.by_layer.values():
-            adapter.up.data.normal_(std=0.3)
-        view, of_layer = meta_copy(build(config), ATTENTION).eval(), adapters.by_layer
-        views.append(View(model, view, False, torch.device("cpu"), of_layer, kept, neighbors=kept))
+        trained += [adapter.up.data.normal_(std=0.3) for adapter in adapters.by_layer.values()]
+        views += [view_of(model, adapters, kept, neighbors=kept), view_of(model, adapters, kept, merge=False)]
+    view, beside, full_view, _ = views
     assert torch.allclose(packed(IDS).logits, full(IDS).logits, atol=1e-5)
-    before = {name: p.clone() for name, p in packed.named_parameters()}
-    for _ in range(2):
-        for view in views:
-            view.gather()
-        ours, theirs = (view.module.state_dict() for view in views)
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        for view in views:
-            view.release()
-        assert all(torch.equal(p, before[name]) for name, p in packed.named_parameters())
     four_bits = [p for p in packed.parameters() if hasattr(p, "quant_state")]
+    before = [p.clone() for p in four_bits]
+    for _ in range(2):
+        view.gather()
+        full_view.gather()
+        ours, theirs = view.module.state_dict(), full_view.module.state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        view.release()  # while they are there in full, the packed weights may be away
+        beside.gather()
+        assert greedy(beside.module) == greedy(full_view.module)
+        exported = beside.merged().state_dict()
+        assert all(torch.equal(exported[name], theirs[name]) for name in theirs)
+        seen.append(ours)  # held, so that new memory cannot come to an old address by chance
+        full_view.release()
+        beside.release()
+        assert all(map(torch.equal, four_bits, before))
+        for up in trained:
+            up.add_(0.1)
+    addresses = [[weight.data_ptr() for weight in weights.values()] for weights in seen]
+    assert (addresses[0] == addresses[1]) == kept
     linear = DryRun(config, PolicyConfig(dtype="float32"), lora).linear
     assert sum(linear) == sum(whole_shape(p).numel() for p in four_bits) == 2 * sum(p.numel() for p in four_bits)
     assert Cost.of(packed) == Cost.of(full)

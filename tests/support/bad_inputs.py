@@ -178,7 +178,6 @@ def _make_configurations(folder: Path) -> None:
 
 
 def _make_weights(folder: Path) -> None:
-    import torch
     from safetensors.torch import load_file, save_file
 
     weights, content = load_file(folder / "model/model.safetensors"), (folder / "model/model.safetensors").read_bytes()
@@ -205,9 +204,7 @@ def _make_weights(folder: Path) -> None:
         model = _model(folder, name)
         (model / "model.safetensors").unlink()
         (model / "model.safetensors.index.json").write_text(index)
-    for name in ("noweights", "pickled"):
-        (_model(folder, name) / "model.safetensors").unlink()
-    torch.save(weights, folder / "pickled" / "pytorch_model.bin")
+    (_model(folder, "noweights") / "model.safetensors").unlink()
 
 
 def _make_tokenizers(folder: Path) -> None:

@@ -72,8 +72,8 @@ def adapted(folder: Path) -> dict[str, Any]:
 
 
 def packed(folder: Path) -> dict[str, Any]:
-    """Two steps of adapters beside a base in four bits; in the folder `plain`, beside the base as it is."""
-    trainer = build(folder, 2, lora={**LORA, "load_in_4bit": folder.name != "plain"})
+    """Two steps of adapters beside a base in four bits, in rollouts too; in the folder `plain`, merged into it."""
+    trainer = build(folder, 2, lora=LORA if folder.name == "plain" else {**LORA, "load_in_4bit": True, "merge": False})
     seen = two_steps(trainer)
     trainer.policy.export(folder / "exported")
     seen["adapters"] = _sums(trainer)

@@ -7,6 +7,7 @@ the run fits. Then it takes back what is not needed after all, the changes that 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _ZERO = "engine.deepspeed.zero_optimization."
 _ALIKE = (
-    *(f"{_ZERO}offload_param.device", "engine.offload_optimizer", "engine.zero_stage"),
+    *(f"{_ZERO}offload_param.device", "engine.offload_optimizer", "engine.zero_stage", "lora.merge"),
     *("policy.gradient_checkpointing", "policy.micro_batch_tokens", "engine.sequence_parallel"),
     f"{_ZERO}stage3_max_live_parameters",
     *("rollout.keep_cache", "rollout.max_slots", "rollout.cache_gb", "rollout.prefill_tokens"),
@@ -29,18 +30,19 @@ _ALIKE = (
 """Settings that change the memory and the time of a run and nothing else, those that cost most time first."""
 
 
-def sufficient(plan: Plan) -> list[str] | None:
+def sufficient(plan: Plan, among: Collection[str] = _ALIKE) -> list[str] | None:
     """Return changes that together make the run fit and do not alter what is learned; None if there are none."""
     found, made = plan, dict[str, str]()
     while (phase := found.lacking) is not None:
         for change in changes(phase):
             name, _, value = change.partition(" ")
-            tried = _possible(found, {name: value}) if name in _ALIKE else None
+            tried = _possible(found, {name: value}) if name in among else None
             if tried is not None and _helps(tried, found, phase):
                 found, made[name] = tried, value
                 break
         else:
-            return None
+            # Weights that adapters are beside have to be whole, and cannot be in host memory.
+            return sufficient(plan, {*among} - {"lora.merge"}) if "lora.merge" in made else None
     for name in filter(made.__contains__, _ALIKE):
         fewer = {other: value for other, value in made.items() if other != name}
         if (tried := _possible(plan, fewer)) is not None and tried.lacking is None:
@@ -86,10 +88,14 @@ def with_settings(plan: Plan, settings: dict[str, str]) -> Plan | None:
     config = plan.config
     for name, text in settings.items():
         section, *path = name.split(".")
-        if section not in ("engine", "policy", "rollout"):
+        if section not in ("engine", "lora", "policy", "rollout"):
             return None
         value: Any = text if text in ("off", "cpu", "offload") else json.loads(text)
         config = replace(config, **{section: _set(getattr(config, section), path, value)})
+    if config.lora.needs_whole and config.engine.zero_stage is None:
+        config = replace(config, engine=replace(config.engine, zero_stage=2))  # as when it is built
+    if config.lora.needs_whole and config.engine.stage(plan.ranks) == 3:
+        return None
     if config.policy.gradient_checkpointing != plan.config.policy.gradient_checkpointing:
         sizes = plan.measured(config, plan.batch) if plan.measured else None
     elif (config.policy, config.engine.sequence_parallel) != (plan.config.policy, plan.config.engine.sequence_parallel):

@@ -118,7 +118,7 @@ class GuestModel:
         name, start = guest.model, f"{self._setting} {guest.model}"
         self._config = config = load_config(name, self._setting)
         check_architecture(config, rollout.decoder, self._setting)
-        check_files(name, config, pickled=self._policy.pickled_weights, setting=self._setting)
+        check_files(name, config, setting=self._setting)
         if learner.sees:
             check_sight(config, load_config(learner.config.policy.model), start)
         tokenizer = load_tokenizer(name, self._setting)

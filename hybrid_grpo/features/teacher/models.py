@@ -75,7 +75,7 @@ class TeacherModel:
     def _check_rows(self) -> None:
         """Refuse a model whose files, tokenizer or attention do not match the policy's."""
         own, policy, setting = self._own, self._config.policy, self._setting
-        check_files(own.model, self.model_config, pickled=own.pickled_weights, setting=setting)
+        check_files(own.model, self.model_config, setting=setting)
         refuse(
             load_tokenizer(own.model, setting).get_vocab() != self._inputs.tokenizer.get_vocab(),
             f"{setting} {own.model} has another tokenizer than policy.model {policy.model}: take one of its family",

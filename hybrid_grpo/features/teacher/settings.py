@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
 
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
-_OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights")
+_OF_POLICY = ("dtype", "attn_implementation", "shared_prefix")
 """Settings that the teacher takes from the policy."""
 
 

@@ -21,14 +21,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
-from hybrid_grpo.generation.shape_probe import geometry_of
+from hybrid_grpo.generation.shape_probe import MemoryTracker, geometry_of
 from hybrid_grpo.model.architectures import cached_numbers
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.memory_tracker import MemoryTracker
 from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.states import install_state_functions

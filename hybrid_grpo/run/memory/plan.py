@@ -200,13 +200,14 @@ class Plan:
         # ZeRO-3 keeps its buffers of gradients from step to step.
         gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), self.four_bits(on_host=False)]
         gathered += [] if kept else [self.gathered()]
+        unpacked = Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(self.packed))
         generating = [*gathered, *([] if kept else [self.graphs()]), *([] if self.gpu else [self.copy()])]
+        generating += [] if self.config.lora.merge else [unpacked]
         generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
         # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
         fetched = self.dtype * min(self.n, max(self.live, self.sizes.largest)) if self.sharded else 0
-        unpacked = Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(self.packed))
         fetches = Part("fetched weights", fetched, remedies.less_fetched(self))
         training = [*fixed, gradients, self.four_bits(), unpacked, fetches, activations]
         updating = [*fixed, *freed, gradients, self.four_bits()]
@@ -255,7 +256,8 @@ class Plan:
 
     def four_bits(self, *, on_host: bool | None = None) -> Part:
         """Return the packed weights; if asked, those that wait on this side while decoding has them in full."""
-        elsewhere = on_host is not None and on_host != (self.gpu and not self.keeps)
+        waits = self.gpu and not self.keeps and self.config.lora.merge
+        elsewhere = on_host is not None and on_host != waits
         return Part("weights in 4 bits", 0 if elsewhere else int(_PACKED_BYTES * self.packed))
 
     def held(self, parts: list[Part]) -> list[Part]:
@@ -315,9 +317,9 @@ class Plan:
     def gathered(self) -> Part:
         """Return the unsharded weights for generation; adapters are merged into a copy. Where weights stay in place,
         a GPU has those of queries, keys and values once more, side by side; see `model.gathered_weights.View`."""
-        copied = self.sizes.linear if self.config.lora.rank else self.sizes.attending if self.gpu else 0
-        elements = self.n if self.sharded else copied
-        return Part("gathered weights", self.dtype * elements)
+        lora, beside = self.config.lora, self.sizes.attending if self.gpu and not self.packed else 0
+        elements = self.n if self.sharded else self.sizes.linear if lora.rank and lora.merge else beside
+        return Part("gathered weights", self.dtype * elements, remedies.UNMERGED if lora.rank else "")
 
     def reference(self) -> Part:
         """Return the reference, sharded over the ranks, and the float32 average that it may be the rounding of. With

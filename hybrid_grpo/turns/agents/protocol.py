@@ -17,8 +17,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from hybrid_grpo.config import RolloutConfig
-from hybrid_grpo.data.chat_template import joined
-from hybrid_grpo.data.chat_text import clean
+from hybrid_grpo.data.chat_template import clean, joined
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.pictures import has_images
 from hybrid_grpo.model.routing import Routing

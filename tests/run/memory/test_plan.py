@@ -15,7 +15,7 @@ from transformers import Qwen2Config
 
 from hybrid_grpo.commands import plan as command
 from hybrid_grpo.commands.configs import PlanOptionsConfig
-from hybrid_grpo.commands.memory.search import changed, changes, chosen_stage
+from hybrid_grpo.commands.memory.search import changed, changes, chosen_stage, sufficient
 from hybrid_grpo.commands.memory.shortage import shortage
 from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import BatchPlan, EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
@@ -89,6 +89,16 @@ def test_weights_in_four_bits_wait_in_host_memory_where_decoding_needs_the_room(
         assert seen["backward"]["unpacked weights"] == 2 * SIZES.largest_linear
         held = {part.name: part.bytes for part in made.host.parts}, seen["generation"]
         assert [of.get("weights in 4 bits", 0) for of in held] == ([packed, 0] if keep == "off" else [0, packed])
+    beside = parts(replace(config, lora=replace(config.lora, merge=False)), 1)["generation"]
+    assert beside["weights in 4 bits"] == packed and "gathered weights" not in beside
+
+
+def test_a_copy_with_merged_adapters_that_does_not_fit_is_given_up():
+    config = recipe(2, lora=LoraConfig(rank=8))
+    adapters = replace(SIZES, trained=10**7)
+    plan = Plan(config, adapters, batch_plan(config, 1), 512, replace(GPU, device_bytes=6 * N))
+    assert sufficient(plan) == ["lora.merge false"]
+    assert "gathered weights" not in parts(replace(config, lora=replace(config.lora, merge=False)), 1)["generation"]
 
 
 def test_a_stage_that_is_left_open_is_two_where_whole_weights_have_room():
