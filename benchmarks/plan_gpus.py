@@ -22,7 +22,7 @@ from typing import Any
 from machine import parser_of
 from transformers import AutoConfig
 
-from hybrid_grpo.commands.shapes import SHAPES
+from hybrid_grpo.commands.plan import SHAPES
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.distributed.hardware import of_table

@@ -11,7 +11,7 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.commands.memory.shortage import shortage
-from hybrid_grpo.commands.shapes import SHAPES, known_config
+from hybrid_grpo.commands.plan import SHAPES, known_config
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, largest_micro_batch

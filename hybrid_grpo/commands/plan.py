@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from hybrid_grpo.commands.configs import PlanConfig
 from hybrid_grpo.commands.train import planned_memory, read_inputs
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from hybrid_grpo.run.memory.plan import Plan
 
 
+SHAPES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
+"""Values of config.json of well-known models, by their names without their owners and without `-Instruct` and the like:
+for machines without a hub."""
 COMMAND = "plan [MODEL]"
 _SHORT = {"--gpus": "--plan.world_size", "--gpu": "--plan.gpu"}
 
@@ -66,8 +73,7 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan | None:
     batch = check_shapes(config, ranks)
 
     from hybrid_grpo import engine
-    from hybrid_grpo.commands.memory.search import chosen_stage
-    from hybrid_grpo.commands.shapes import known_config
+    from hybrid_grpo.commands.memory.search import chosen
     from hybrid_grpo.distributed.hardware import of_device, of_table
     from hybrid_grpo.model.loading import load_config
     from hybrid_grpo.model.lora import check_lora
@@ -78,7 +84,19 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan | None:
     check_lora(config.lora, model_config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(engine.start(), config.policy.dtype)
     plan = estimate(config, batch, config.data.max_prompt_tokens, hardware, model_config=model_config)
-    return plan and chosen_stage(plan)
+    return plan and chosen(plan)
+
+
+def known_config(name: str) -> Any | None:
+    """Return the transformers configuration of a well-known model; None if `name` is a folder or another model."""
+    from transformers import AutoConfig
+
+    short = re.sub(r"-(instruct|base|chat|it|pt)\b.*$", "", name.rpartition("/")[2].lower())
+    values = next((values for known, values in SHAPES.items() if known.lower() == short), None)
+    if values is None or Path(name).is_dir():
+        return None
+    shape = {key: value for key, value in values.items() if key not in ("billions", "model_type")}
+    return AutoConfig.for_model(values["model_type"], name_or_path=name, max_position_embeddings=32_768, **shape)
 
 
 def lines(plan: Plan) -> list[str]:

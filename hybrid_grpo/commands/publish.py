@@ -19,10 +19,7 @@ def run(arguments: list[str]) -> None:
 
 def publish(folder: Path, options: PublishOptionsConfig) -> str:
     """Publish the model of the run in `folder`; return the address of the repository or folder. Raises UserError."""
-    refuse(
-        options.hub is None and options.folder is None, "publish.hub and publish.folder are not set: give one of them"
-    )
-    refuse(None not in (options.hub, options.folder), "publish.hub and publish.folder are both set: remove one")
+    refuse((options.hub is None) == (options.folder is None), "publish.hub and publish.folder: give one of them")
 
     from hybrid_grpo.records.publishing import publication
 

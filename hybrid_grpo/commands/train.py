@@ -105,16 +105,15 @@ def read_inputs(config: TrainConfig) -> RunInputs:
 
 
 def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, hardware: Hardware) -> Plan | None:
-    """Return the memory plan of a run on this hardware, at the stage that suits it, or None if none can be made; see
-    `estimate` and `chosen_stage`."""
-    from hybrid_grpo.commands.memory.search import chosen_stage
+    """Return the memory plan of a run, with what suits it where settings are left open; see `estimate` and `chosen`."""
+    from hybrid_grpo.commands.memory.search import chosen
     from hybrid_grpo.run.memory.plan import estimate
 
     memory = estimate(
         config, plan, inputs.longest_prompt, hardware, inputs.reward_models, held_out=inputs.held_out_rows,
         held_out_longest=inputs.held_out_longest, album=inputs.sampler.album,
     )  # fmt: skip
-    return memory and chosen_stage(memory)
+    return memory and chosen(memory)
 
 
 def make_trainer(

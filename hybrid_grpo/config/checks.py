@@ -151,8 +151,7 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
     )
     refuse(
         config.lora.needs_whole and config.engine.stage(world_size) == 3,
-        f"lora.{'load_in_4bit' if config.lora.load_in_4bit else 'merge false'} keeps the frozen weights whole on every"
-        " rank, and ZeRO-3 would shard them: set engine.zero_stage to 2",
+        "lora.load_in_4bit and lora.merge false need whole weights on every rank: set engine.zero_stage to 2",
     )
     # wandb makes a folder of its name in the working directory, which is found too, but has no origin.
     refuse(

@@ -43,9 +43,10 @@ class PolicyConfig:
     """In a mixture of experts, `replay` makes training use the experts that each token used while it was sampled (R3,
     arXiv:2510.11370); with `free`, routers choose again, and rounding makes them choose others. `auto` replays in
     bfloat16 if the model's routers allow it. The reference is always free."""
-    gradient_checkpointing: Annotated[Switch | Literal["offload"], About(in_plan=2), MAY_CHANGE] = False
+    gradient_checkpointing: Annotated[Switch | Literal["offload"] | None, About(in_plan=2), MAY_CHANGE] = None
     """Recompute each layer's activations in the backward pass instead of keeping them; of long rows, not attention.
-    `offload` also recomputes that, and on a GPU keeps what goes into layers in host memory."""
+    `offload` also recomputes that, and on a GPU keeps what goes into layers in host memory. Default: the first of
+    false, true and offload with which `train` plans enough memory."""
     lr: Annotated[Positive, About(usual=3, rank=1)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -3,9 +3,8 @@
 A view is a second module of the same class with its own attention, but without hooks, gradients or storage. While it
 is gathered, its parameters are the unsharded ("whole") weights. Below ZeRO stage 3, and on one rank, they are the
 engine's own memory; otherwise slices of one buffer that the shards are gathered into. Adapters are merged into that
-buffer, or into copies of the engine's memory, unless the view calls the layers in training, adapters beside weights. A
-view may keep this memory, so that weights are at the same addresses every time. The module in training is never
-touched, so there is nothing to restore after generation.
+buffer, or into copies of the engine's memory, unless the view calls the layers in training. A view may keep this
+memory, so that weights are at the same addresses every time. The module in training is never touched.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -13,8 +13,6 @@ from hybrid_grpo.records.metrics.meter import Meter
 
 STAGE = "stage/"
 """Prefix of the stages' names in a profile."""
-_SHOWN, _WIDEST = 60, 60
-"""Number of rows of the table, and letters of a name."""
 
 
 class Profiler:
@@ -38,7 +36,7 @@ class Profiler:
             self._folder.mkdir(parents=True, exist_ok=True)
             traced.export_chrome_trace(str(self._folder / f"step_{step:06d}_rank{rank()}.json.gz"))
             if rank() == 0:
-                table = traced.key_averages().table("cpu_time_total", _SHOWN, max_name_column_width=_WIDEST)
+                table = traced.key_averages().table("cpu_time_total", row_limit=60, max_name_column_width=60)
                 text = f"step {step}, rank 0\n{table}\n"
                 (self._folder / f"step_{step:06d}.txt").write_text(text, encoding="utf-8")
         except (OSError, RuntimeError) as error:

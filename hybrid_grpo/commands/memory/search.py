@@ -50,7 +50,17 @@ def sufficient(plan: Plan, among: Collection[str] = _ALIKE) -> list[str] | None:
     return [f"{name} {value}" for name, value in made.items()]
 
 
-def chosen_stage(plan: Plan) -> Plan:
+def chosen(plan: Plan) -> Plan:
+    """Return the plan with the stage and the recomputation that suit it where they are left open. Collective."""
+    plan = _chosen_stage(plan)
+    for recomputed in ("false", "true", "offload") if plan.config.policy.gradient_checkpointing is None else ():
+        tried = _possible(plan, {"policy.gradient_checkpointing": recomputed}) if recomputed != "false" else plan
+        if all(all_gather_objects(tried is not None and tried.lacking is None)):
+            return tried or plan
+    return plan
+
+
+def _chosen_stage(plan: Plan) -> Plan:
     """Return the plan at ZeRO-2 if the stage is left open and whole weights leave enough room on every rank, also for
     what decoding keeps: training then fetches none, and rollouts gather none. Collective."""
     if plan.config.engine.zero_stage is not None or plan.config.engine.fetching or not plan.sharded:

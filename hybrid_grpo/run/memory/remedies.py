@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 _ZERO = "engine.deepspeed.zero_optimization"
 HOSTED = f"{_ZERO}.offload_param.device cpu"
 ONE_SHARD = f"{_ZERO}.zero_hpz_partition_size 1"
-UNMERGED = "lora.merge false"
 _SHORTEST = 64
 """Completions, in tokens, that are not proposed to become shorter."""
 _FEWEST_SLOTS, _SHORTEST_PREFILL, _SMALLEST_BUCKET = 8, 512, 10**7

@@ -113,7 +113,7 @@ def table(card: str, head: str) -> list[list[str]]:
 def test_a_summary_for_an_issue_is_short_and_says_nothing_that_strangers_should_not_see(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alarm = {"step": 4, "message": f"completions in /home/me/out.txt are equal, use {TOKEN}"}
+    alarm = {"step": 4, "since": 4, "until": 4, "alarm": "", "message": f"/home/me/out.txt are equal, use {TOKEN}"}
     again = {**alarm, "step": 5, "until": 5, "alarm": "duplicates", "message": "duplicates: once more"}
     ended = {**again, "step": 4, "until": 4, "message": ""}
     told = [alarm, {**again, "step": 2, "until": None}, ended, again]
@@ -129,7 +129,7 @@ def test_a_summary_for_an_issue_is_short_and_says_nothing_that_strangers_should_
         *("policy.model: some/base", "grpo.beta: 0.01", "eval.threshold: 0.5", "alarms: 3"),
         "reward/mean: 0.25 -> 9 (median 0.75 of 4)",
         "eval/heldout/accuracy: 0.125 -> 0.999 (median 0.6875 of 4)",
-        "  step 4: completions in out.txt are equal, use ***",
+        "  step 4: out.txt are equal, use ***",
         "  step 5: duplicates: once more (2 times)",
     ):
         assert line in lines, line
@@ -319,8 +319,8 @@ def test_an_earlier_publication_is_replaced_whole_or_stays(run: Path, monkeypatc
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "no run": ("there", ["--publish.folder=out"], "there is not the folder of a run: it has no config.yaml"),
-    "no place": ("runs/run", [], "publish.hub and publish.folder are not set: give one of them"),
-    "two places": ("runs/run", ["--publish.folder=out", "--publish.hub=me/x"], "are both set: remove one"),
+    "no place": ("runs/run", [], "publish.hub and publish.folder: give one of them"),
+    "two places": ("runs/run", ["--publish.folder=out", "--publish.hub=me/x"], "give one of them"),
     "unknown model": ("runs/run", ["--publish.folder=out", "--publish.model=modl"], "did you mean model?"),
     "not finished": ("runs/new", ["--publish.folder=out"], "runs/new: the run has no trained model yet"),
     "of no stage": ("runs/odd", ["--publish.folder=out"], "runs/odd/config.yaml belongs to no stage of training"),
