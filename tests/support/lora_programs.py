@@ -72,8 +72,9 @@ def adapted(folder: Path) -> dict[str, Any]:
 
 
 def packed(folder: Path) -> dict[str, Any]:
-    """Two steps of adapters beside a base in four bits, in rollouts too; in the folder `plain`, merged into it."""
-    trainer = build(folder, 2, lora=LORA if folder.name == "plain" else {**LORA, "load_in_4bit": True, "merge": False})
+    """Two steps of adapters beside a base in four bits, in rollouts too; in other folders as their names say."""
+    kinds = {"plain": {}, "merged": {"load_in_4bit": True}}
+    trainer = build(folder, 2, lora=LORA | kinds.get(folder.name, {"load_in_4bit": True, "merge": False}))
     seen = two_steps(trainer)
     trainer.policy.export(folder / "exported")
     seen["adapters"] = _sums(trainer)
