@@ -226,8 +226,7 @@ class Engine:
             self.engine.clip_fp32_gradients = self._clip_gradients
         self.device = torch.device(get_accelerator().current_device_name())
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view, merge=merge)
-        self.merged = self._view.merged
-        self._generating = False
+        self.merged, self._generating = self._view.merged, False
         self.gather_s = self.release_s = self.wait_s = 0.0
         """Seconds that the last switch spent gathering, releasing, and waiting for the other ranks at the end."""
 

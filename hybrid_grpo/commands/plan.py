@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 SHAPES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
-"""Values of config.json of well-known models, by their names without their owners and without `-Instruct` and the like:
-for machines without a hub."""
+"""Values of config.json of well-known models by their names, without owners, `-Instruct` and the like."""
 COMMAND = "plan [MODEL]"
 _SHORT = {"--gpus": "--plan.world_size", "--gpu": "--plan.gpu"}
 
@@ -104,37 +103,34 @@ def lines(plan: Plan) -> list[str]:
     from hybrid_grpo.records.metrics.catalogue import duration
     from hybrid_grpo.run.memory.phases import gib
 
-    hardware, sizes = plan.hardware, plan.sizes
     names = list(dict.fromkeys(part.name for phase in plan.phases for part in phase.parts))
-    width = max(len(name) for name in [*names, "all"])
+    width = max(len(name) for name in [*names, "GiB of a rank"])
     columns = [max(6, len(phase.name)) for phase in plan.phases]
 
     def row(name: str, cells: list[str]) -> str:
         return f"  {name:{width}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(cells, columns, strict=True))
 
-    table = [row("", [phase.name for phase in plan.phases])]
+    table = [row("GiB of a rank", [phase.name for phase in plan.phases])]
     for name in names:
         cells = [sum(part.bytes for part in phase.parts if part.name == name) for phase in plan.phases]
         table.append(row(name, [gib(cell) if cell else "-" for cell in cells]))
     table.append(row("all", [gib(phase.bytes) for phase in plan.phases]))
-    free = f", {gib(hardware.device_bytes)} of them free" if hardware.device_bytes < 1 << 60 else ""
-    kept = ["decoding: cache, gathered weights and CUDA graphs stay on the GPU during training"] if plan.keeps else []
     host = " + ".join(f"{gib(part.bytes)} {part.name}" for part in plan.host.parts)
-    copy = plan.copy().bytes
-    saving = f"saving: from a copy of {gib(copy)} GiB a rank in host memory; if there is no room for it, or"
+    saving = (
+        f"saving: from a copy of {gib(plan.copy().bytes)} GiB a rank in host memory; if there is no room for it, or"
+    )
     saving += " with checkpoint.asynchronous false, training waits while a checkpoint is written"
     seconds = step_seconds(plan)
     times = ", ".join(f"{name} {duration(spent)}" for name, spent in seconds.items() if spent)
     rows = plan.ranks * plan.rows
     sampled, trained = rows * plan.longest - rows * plan.prompt, rows * plan.longest * plan.batch.num_iterations
     return [
-        f"model: {sizes.parameters:,} parameters, {sizes.trained:,} of them trained",
-        f"memory: GiB of a rank on {hardware.name}{free}; the peak is {gib(plan.peak.bytes)}, in {plan.peak.name}",
+        f"model: {plan.sizes.parameters:,} parameters, {plan.sizes.trained:,} of them trained",
+        f"memory on {plan.hardware.name}: {plan}",
         *table,
         f"cache: {plan.sequences} of {plan.laid_out} sequences of {plan.longest:,} tokens at once",
-        *kept,
         *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []),
-        *([saving] if copy else []),
+        *([saving] if plan.copy().bytes else []),
         f"tokens: {plan.prompt:,} a prompt, {plan.longest - plan.prompt:,} a completion; at most {sampled:,} sampled"
         f" and {trained:,} trained a step",
         f"time: roughly {duration(sum(seconds.values()))} a step at full speed and full length ({times})",

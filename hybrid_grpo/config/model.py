@@ -45,8 +45,7 @@ class PolicyConfig:
     bfloat16 if the model's routers allow it. The reference is always free."""
     gradient_checkpointing: Annotated[Switch | Literal["offload"] | None, About(in_plan=2), MAY_CHANGE] = None
     """Recompute each layer's activations in the backward pass instead of keeping them; of long rows, not attention.
-    `offload` also recomputes that, and on a GPU keeps what goes into layers in host memory. Default: the first of
-    false, true and offload with which `train` plans enough memory."""
+    `offload` also recomputes that, and on a GPU keeps what goes into layers in host memory. Default: as needed."""
     lr: Annotated[Positive, About(usual=3, rank=1)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -61,7 +60,7 @@ class PolicyConfig:
     """Global gradient norm above which gradients are scaled down."""
     micro_batch_tokens: Annotated[Count | None, About(in_plan=1), MAY_CHANGE] = None
     """Maximum number of tokens in a forward and backward pass on a rank, padding included. A longer row gets its own
-    pass. Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
+    pass. Default: 16,384 on a GPU and 4,096 on a CPU, or fewer where the plan of memory needs that."""
     picture_cache_gb: Positive = 2.0
     """GiB of host memory of a rank for what the tower made of pictures, which is kept for training and later steps."""
     verify: Annotated[Literal["auto", "on", "off"], MAY_CHANGE] = "auto"
@@ -111,11 +110,6 @@ class LoraConfig:
             f"lora.target_modules {self.target_modules}: name layers, as in [q_proj, v_proj], or all-linear",
         )
         return self
-
-    @property
-    def needs_whole(self) -> bool:
-        """Whether frozen weights have to be whole on every rank."""
-        return self.load_in_4bit or not self.merge
 
 
 _OF_SHARDS = ("offload_param", "zero_hpz_partition_size")

@@ -80,17 +80,18 @@ class View:
         self._away: dict[Any, Tensor] = {}  # packed weights of a GPU on the host, while they are gathered and not kept
         # Typed as Any because DeepSpeed adds attributes to parameters under ZeRO-3.
         self._homes: dict[Any, list[tuple[nn.Module, str]]] = {}
-        by_name = dict(source.named_parameters(remove_duplicate=False))
+        by_name, parameters = dict(source.named_parameters(remove_duplicate=False)), {*source.parameters()}
         for path, adapter in self._adapters.items():
             by_name.update({f"{path}.{name}": p for name, p in adapter.linear.named_parameters()})
         buffers = dict(source.named_buffers(remove_duplicate=False))
         for path in [] if merge else [path for path, _ in module.named_modules()]:
             if path in (adapters or {}) or hasattr(by_name.get(f"{path}.weight"), "quant_state"):
-                module.set_submodule(path, source.get_submodule(path))
-        own = {*source.modules()}
+                # The same weights in another module, whose forward may be replaced by one without gradients.
+                memo = {id(p): p for p in parameters}
+                module.set_submodule(path, deepcopy(source.get_submodule(path), memo))
         for path, child in module.named_modules():
-            if child in own:
-                continue
+            if any(p in parameters for p in child._parameters.values()):
+                continue  # a layer of the source, whose weights are in place
             prefix = f"{path}." if path else ""
             for name in child._parameters:
                 if child._parameters[name] is not None:

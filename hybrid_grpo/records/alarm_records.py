@@ -36,7 +36,7 @@ def joined(lines: Iterable[Mapping[str, Any]]) -> list[AlarmRecord]:
     """Return the alarms in lines of `ALARMS_FILE`, each with the end of its problem."""
     found: list[AlarmRecord] = []
     lasting: dict[str, int] = {}
-    for line in lines:
+    for line in (line for line in lines if "until" in line):
         name, since, message, until = (line[key] for key in ("alarm", "since", "message", "until"))
         if (at := lasting.pop(name, None)) is not None:
             found[at] = replace(found[at], until=line["step"] - 1)

@@ -2,6 +2,7 @@
 
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 
 import forks
 import pytest
@@ -17,6 +18,7 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
+from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.gathered_weights import View, meta_copy, whole_shape
@@ -71,6 +73,8 @@ def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(archit
     assert greedy(view.module) == greedy(beside.module) == greedy(merged)
     copied, exported = view.module.state_dict(), beside.merged().state_dict()
     assert copied.keys() == exported.keys() and all(torch.equal(exported[name], copied[name]) for name in copied)
+    sizes = DryRun(tiny_config(architecture), PolicyConfig(dtype="float32"), replace(LORA, merge=False))
+    assert geometry_of(beside.module).token_bytes == pytest.approx(sizes.cache_bytes(paged=True)[0], rel=0.02)
     view.release()
     beside.release()
     assert all(p.numel() == 0 for p in view.module.parameters())

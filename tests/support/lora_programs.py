@@ -31,9 +31,10 @@ def build(folder: Path, stage: int, *, lora: dict[str, Any] = LORA, gradient_che
 
 
 def adapted(folder: Path) -> dict[str, Any]:
-    """Two steps of training adapters, everything around them, and the second step again from a checkpoint."""
+    """Two steps of adapters, in rollouts at stage 2 beside the weights, and the second again from a checkpoint."""
     stage = int(folder.name[-1])
-    trainer = build(folder.parent, stage)
+    lora = LORA | {"merge": stage != 2}
+    trainer = build(folder.parent, stage, lora=lora)
     # Ranks are known once the engine is there.
     out = folder.with_name(f"{folder.name}.{world_size()}")
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
@@ -61,7 +62,7 @@ def adapted(folder: Path) -> dict[str, Any]:
 
     if world_size() == 1:
         seen["gradient"] = _gradient(trainer, batches, rollout, out)
-    again = build(folder.parent, stage, gradient_checkpointing=True)
+    again = build(folder.parent, stage, lora=lora, gradient_checkpointing=True)
     newest, _ = checkpoints.newest_whole()
     assert newest is not None
     state = checkpoints.load(again.policy.engine, newest)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.distributed.ranks import all_gather_objects
-from hybrid_grpo.run.memory.dry_run import largest_micro_batch
+from hybrid_grpo.run.memory.dry_run import NeedsData, largest_micro_batch
 from hybrid_grpo.run.memory.plan import KEPT_BELOW
 
 if TYPE_CHECKING:
@@ -51,13 +51,12 @@ def sufficient(plan: Plan, among: Collection[str] = _ALIKE) -> list[str] | None:
 
 
 def chosen(plan: Plan) -> Plan:
-    """Return the plan with the stage and the recomputation that suit it where they are left open. Collective."""
-    plan = _chosen_stage(plan)
-    for recomputed in ("false", "true", "offload") if plan.config.policy.gradient_checkpointing is None else ():
-        tried = _possible(plan, {"policy.gradient_checkpointing": recomputed}) if recomputed != "false" else plan
-        if all(all_gather_objects(tried is not None and tried.lacking is None)):
-            return tried or plan
-    return plan
+    """Return the plan with a stage, recomputation and micro-batches that suit it where they are open. Collective."""
+    plan, names = _chosen_stage(plan), ("gradient_checkpointing", "micro_batch_tokens")
+    left_open = [f"policy.{name}" for name in names if getattr(plan.config.policy, name) is None]
+    least = [f"{name} true" for name in left_open if plan.lacking and name.endswith("checkpointing")]
+    most = max(all_gather_objects(sufficient(plan, left_open) or least), key=len)
+    return _chosen_stage(_possible(plan, dict(change.split(" ") for change in most)) or plan)
 
 
 def _chosen_stage(plan: Plan) -> Plan:
@@ -88,7 +87,7 @@ def changed(plan: Plan, change: str) -> Plan | None:
 def _possible(plan: Plan, settings: dict[str, str]) -> Plan | None:
     try:
         return with_settings(plan, settings)
-    except ValueError:
+    except (ValueError, NeedsData):
         return None
 
 
@@ -98,15 +97,16 @@ def with_settings(plan: Plan, settings: dict[str, str]) -> Plan | None:
     config = plan.config
     for name, text in settings.items():
         section, *path = name.split(".")
-        if section not in ("engine", "lora", "policy", "rollout"):
+        if section not in ("engine", "policy", "rollout") and name != "lora.merge":
             return None
         value: Any = text if text in ("off", "cpu", "offload") else json.loads(text)
         config = replace(config, **{section: _set(getattr(config, section), path, value)})
-    if config.lora.needs_whole and config.engine.zero_stage is None:
+    if not config.lora.merge and config.engine.zero_stage is None:
         config = replace(config, engine=replace(config.engine, zero_stage=2))  # as when it is built
-    if config.lora.needs_whole and config.engine.stage(plan.ranks) == 3:
+    if (config.lora.load_in_4bit or not config.lora.merge) and config.engine.stage(plan.ranks) == 3:
         return None
-    if config.policy.gradient_checkpointing != plan.config.policy.gradient_checkpointing:
+    dry, before = ((of.policy.gradient_checkpointing, of.lora) for of in (config, plan.config))
+    if dry != before:
         sizes = plan.measured(config, plan.batch) if plan.measured else None
     elif (config.policy, config.engine.sequence_parallel) != (plan.config.policy, plan.config.engine.sequence_parallel):
         largest = largest_micro_batch(config, plan.batch, plan.prompt, packs=plan.sizes.packs, on_gpu=plan.gpu)

@@ -71,7 +71,7 @@ class DryRun:
         *,
         on_gpu: bool = False,
     ) -> None:
-        self._heads = heads
+        self._heads, self._lora = heads, lora
         config = without_dropout(deepcopy(model_config))
         attention = training_attention(policy, config)
         self.packs = attention == ATTENTION
@@ -132,8 +132,12 @@ class DryRun:
         """Return the bytes of one token's keys and values (0 without attention), and those of a sequence's states,
         which only the paged decoder lays out beforehand."""
         if paged:
-            with self._fake:
+            with torch.device("meta"):
                 view = type(self.model)._from_config(deepcopy(self.model.config), attn_implementation=ATTENTION)
+                if self._lora.rank and not self._lora.merge:
+                    Adapters(view, self._lora, seed=0)  # of a layer with adapters, latents are not cached
+            with self._fake:
+                view.to_empty(device="cpu")
                 install_state_functions(view)
                 geometry = geometry_of(view)
                 return self._scale * geometry.token_bytes, geometry.state_bytes

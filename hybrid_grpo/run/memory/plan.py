@@ -184,8 +184,9 @@ class Plan:
         parts = sorted(self.peak.parts, key=lambda part: -part.bytes)[:3]
         largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts)
         kept = ", the cache stays during training" * self.keeps + ", the reference is on the GPU" * self.refers
-        how = f"ZeRO-{self.stage}{' with gradient checkpointing' * bool(self.config.policy.gradient_checkpointing)}"
-        needed, free = f"{gib(self.peak.bytes)} GiB a rank at {how}", gib(self.hardware.device_bytes)
+        tokens, how = self.config.policy.micro_batch_tokens, self.config.policy.gradient_checkpointing
+        kept += ", gradient checkpointing" * bool(how) + f", micro-batches of {tokens} tokens" * bool(tokens)
+        needed, free = f"{gib(self.peak.bytes)} GiB a rank at ZeRO-{self.stage}", gib(self.hardware.device_bytes)
         return f"about {needed} ({self.peak.name}: {largest}, ...), {free} GiB are free{kept}"
 
     @property
@@ -318,9 +319,10 @@ class Plan:
     def gathered(self) -> Part:
         """Return the unsharded weights for generation; adapters are merged into a copy. Where weights stay in place,
         a GPU has those of queries, keys and values once more, side by side; see `model.gathered_weights.View`."""
-        lora, beside = self.config.lora, self.sizes.attending if self.gpu and not self.packed else 0
+        lora, beside = self.config.lora, self.sizes.attending if self.gpu and self.config.lora.merge else 0
         elements = self.n if self.sharded else self.sizes.linear if lora.rank and lora.merge else beside
-        return Part("gathered weights", self.dtype * elements, "lora.merge false" if lora.rank else "")
+        can = lora.rank and lora.merge and self.config.engine.zero_stage != 3
+        return Part("gathered weights", self.dtype * elements, "lora.merge false" if can else "")
 
     def reference(self) -> Part:
         """Return the reference, sharded over the ranks, and the float32 average that it may be the rounding of. With
