@@ -181,11 +181,11 @@ class Plan:
         return min(self.laid_out, max(1, (cache.bytes - 2 * self.bytes_of_page) // each))
 
     def __str__(self) -> str:
-        parts = sorted(self.peak.parts, key=lambda part: -part.bytes)[:3]
-        largest = ", ".join(f"{gib(part.bytes)} {part.name}" for part in parts)
+        largest = ", ".join(f"{gib(p.bytes)} {p.name}" for p in sorted(self.peak.parts, key=lambda p: -p.bytes)[:3])
         kept = ", the cache stays during training" * self.keeps + ", the reference is on the GPU" * self.refers
         tokens, how = self.config.policy.micro_batch_tokens, self.config.policy.gradient_checkpointing
-        kept += ", gradient checkpointing" * bool(how) + f", micro-batches of {tokens} tokens" * bool(tokens)
+        kept += f", gradient checkpointing {how}".lower() * bool(how)
+        kept += f", micro-batches of {tokens} tokens" * bool(tokens)
         needed, free = f"{gib(self.peak.bytes)} GiB a rank at ZeRO-{self.stage}", gib(self.hardware.device_bytes)
         return f"about {needed} ({self.peak.name}: {largest}, ...), {free} GiB are free{kept}"
 
@@ -317,8 +317,7 @@ class Plan:
         return Part("reduction", copies + own, remedies.smaller_buckets(self))
 
     def gathered(self) -> Part:
-        """Return the unsharded weights for generation; adapters are merged into a copy. Where weights stay in place,
-        a GPU has those of queries, keys and values once more, side by side; see `model.gathered_weights.View`."""
+        """Return the weights that `View` gathers: all, those with adapters, or on a GPU queries, keys and values."""
         lora, beside = self.config.lora, self.sizes.attending if self.gpu and self.config.lora.merge else 0
         elements = self.n if self.sharded else self.sizes.linear if lora.rank and lora.merge else beside
         can = lora.rank and lora.merge and self.config.engine.zero_stage != 3
