@@ -84,11 +84,11 @@ class View:
         for path, adapter in self._adapters.items():
             by_name.update({f"{path}.{name}": p for name, p in adapter.linear.named_parameters()})
         buffers = dict(source.named_buffers(remove_duplicate=False))
-        for path in [] if merge else [path for path, _ in module.named_modules()]:
+        # The same weights in other modules, whose forwards may be replaced by some without gradients.
+        shared = {id(of): of for p in parameters for of in (p, getattr(p, "quant_state", None))}
+        for path in () if merge else [path for path, _ in module.named_modules()]:
             if path in (adapters or {}) or hasattr(by_name.get(f"{path}.weight"), "quant_state"):
-                # The same weights in another module, whose forward may be replaced by one without gradients.
-                memo = {id(p): p for p in parameters}
-                module.set_submodule(path, deepcopy(source.get_submodule(path), memo))
+                module.set_submodule(path, deepcopy(source.get_submodule(path), shared))
         for path, child in module.named_modules():
             if any(p in parameters for p in child._parameters.values()):
                 continue  # a layer of the source, whose weights are in place
