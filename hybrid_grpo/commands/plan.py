@@ -116,9 +116,8 @@ def lines(plan: Plan) -> list[str]:
         table.append(row(name, [gib(cell) if cell else "-" for cell in cells]))
     table.append(row("all", [gib(phase.bytes) for phase in plan.phases]))
     host = " + ".join(f"{gib(part.bytes)} {part.name}" for part in plan.host.parts)
-    saving = (
-        f"saving: from a copy of {gib(plan.copy().bytes)} GiB a rank in host memory; if there is no room for it, or"
-    )
+    copy = plan.copy().bytes
+    saving = f"saving: from a copy of {gib(copy)} GiB a rank in host memory; if there is no room for it, or"
     saving += " with checkpoint.asynchronous false, training waits while a checkpoint is written"
     seconds = step_seconds(plan)
     times = ", ".join(f"{name} {duration(spent)}" for name, spent in seconds.items() if spent)
@@ -130,7 +129,7 @@ def lines(plan: Plan) -> list[str]:
         *table,
         f"cache: {plan.sequences} of {plan.laid_out} sequences of {plan.longest:,} tokens at once",
         *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []),
-        *([saving] if plan.copy().bytes else []),
+        *([saving] if copy else []),
         f"tokens: {plan.prompt:,} a prompt, {plan.longest - plan.prompt:,} a completion; at most {sampled:,} sampled"
         f" and {trained:,} trained a step",
         f"time: roughly {duration(sum(seconds.values()))} a step at full speed and full length ({times})",

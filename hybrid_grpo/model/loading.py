@@ -84,12 +84,9 @@ def _refuse_absent(name: str, setting: str) -> None:
 
 def _why(error: Exception, name: str) -> str:
     if Path(name).exists():
-        code = isinstance(error, UnpicklingError)
-        return (
-            "its pickled weights are damaged, or not only tensors: save them as safetensors"
-            if code
-            else first_line(error)
-        )
+        if isinstance(error, UnpicklingError):
+            return "its pickled weights are damaged, or not only tensors: save them as safetensors"
+        return first_line(error)
     if silence := hub.silence():
         return f"there is no such folder here, nor all of it in the hub's cache, and {silence}, or give a local folder"
     return f"there is no such folder here, and from the hub: {first_line(error)}"

@@ -54,8 +54,10 @@ def chosen(plan: Plan) -> Plan:
     """Return the plan with a stage, recomputation and micro-batches that suit it where they are open. Collective."""
     plan, names = _chosen_stage(plan), ("gradient_checkpointing", "micro_batch_tokens")
     left_open = [f"policy.{name}" for name in names if getattr(plan.config.policy, name) is None]
-    least = [f"{name} true" for name in left_open if plan.lacking and name.endswith("checkpointing")]
-    most = max(all_gather_objects(sufficient(plan, left_open) or least), key=len)
+    found = sufficient(plan, left_open)
+    if found is None:  # nothing that is open suffices: this brings the run nearest
+        found = [f"{name} true" for name in left_open if name.endswith("checkpointing")]
+    most = max(all_gather_objects(found), key=len)
     return _chosen_stage(_possible(plan, dict(change.split(" ") for change in most)) or plan)
 
 

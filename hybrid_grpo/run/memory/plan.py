@@ -182,12 +182,12 @@ class Plan:
 
     def __str__(self) -> str:
         largest = ", ".join(f"{gib(p.bytes)} {p.name}" for p in sorted(self.peak.parts, key=lambda p: -p.bytes)[:3])
-        kept = ", the cache stays during training" * self.keeps + ", the reference is on the GPU" * self.refers
-        tokens, how = self.config.policy.micro_batch_tokens, self.config.policy.gradient_checkpointing
-        kept += f", gradient checkpointing {how}".lower() * bool(how)
-        kept += f", micro-batches of {tokens} tokens" * bool(tokens)
+        also = ", the cache stays during training" * self.keeps + ", the reference is on the GPU" * self.refers
+        tokens, recomputed = self.config.policy.micro_batch_tokens, self.config.policy.gradient_checkpointing
+        also += f", gradient checkpointing {recomputed}".lower() * bool(recomputed)
+        also += f", micro-batches of {tokens} tokens" * bool(tokens)
         needed, free = f"{gib(self.peak.bytes)} GiB a rank at ZeRO-{self.stage}", gib(self.hardware.device_bytes)
-        return f"about {needed} ({self.peak.name}: {largest}, ...), {free} GiB are free{kept}"
+        return f"about {needed} ({self.peak.name}: {largest}, ...), {free} GiB are free{also}"
 
     @property
     def phases(self) -> tuple[Phase, ...]:
