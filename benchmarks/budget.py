@@ -139,7 +139,7 @@ class _Memory:
 @contextmanager
 def counted() -> Iterator[Count]:
     """Counts the kernels launched inside the context."""
-    modules = (gpu.attention, gpu.gate, gpu.norm, gpu.rotary, gpu.rotation, gpu.sampling, gpu.softmax, gpu.states)
+    modules = [module for name in gpu.__all__ if hasattr(module := getattr(gpu, name), "launch")]
     with Count() as count:
         for module in modules:
             module.launch = count.launch

@@ -40,7 +40,7 @@ BESIDE_THE_CORE = (
 )
 """Rooms that a run with plain functions as rewards does not enter; everything else is the core, which trains GRPO."""
 LONG_FILES: set[str] = set()
-LONG_FUNCTIONS = {"model/kernels/gpu/attention.py:_attend", "model/kernels/gpu/sampling.py:_sample"}
+LONG_FUNCTIONS = {"model/kernels/gpu/attention.py:_attend"}
 FEATURES = re.compile("teacher|guest|curriculum", re.IGNORECASE)
 REGISTRATION = "config/features.py"
 KINDS_OF_SIDECARS = re.compile("picture|image|sight|expert|rout(ing|es)|support|SamplingMask", re.IGNORECASE)

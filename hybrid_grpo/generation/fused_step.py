@@ -15,7 +15,7 @@ from transformers.activations import SiLUActivation
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.cpu_step import CpuStep, fitting, has_delta, is_gated, mlp_weights, weights
-from hybrid_grpo.generation.gpu_step import GpuStep
+from hybrid_grpo.generation.gpu_step import GpuStep, can_read
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
@@ -52,7 +52,7 @@ def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
     parameters = list(model.parameters())
     on_gpu = gpu.usable(*parameters)
     half = on_gpu or usable(*parameters, dtype=torch.bfloat16)
-    if not (half or usable(*parameters)) or not _looks_right(model, cache):
+    if not (half or usable(*parameters)) or not _looks_right(model, cache, on_gpu):
         return None
     if not (on_gpu or fitting(model, cache)) or (half and not _is_llama(model)):
         return None
@@ -68,12 +68,12 @@ def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
     return kind(model, cache) if _agreed[model] else None
 
 
-def _looks_right(model: Any, cache: PagedCache) -> bool:
+def _looks_right(model: Any, cache: PagedCache, on_gpu: bool) -> bool:
     base, head = text_of(model), model.get_output_embeddings()
     if {name for name, _ in base.named_children()} != _MODEL or type(head) is not nn.Linear:
         return False
     layers = list(base.layers)
-    if not cache.keys or not all(_layer_looks_right(layer, base.norm) for layer in layers):
+    if not cache.keys or not all(_layer_looks_right(layer, base.norm, on_gpu) for layer in layers):
         return False
     kv, d = cache.keys[0].shape[2:]
     with_attention = [layer for layer in layers if not has_delta(layer)]
@@ -90,14 +90,14 @@ def _looks_right(model: Any, cache: PagedCache) -> bool:
     )
 
 
-def _layer_looks_right(layer: Any, norm: Any) -> bool:
-    parts = {name: part for name, part in layer.named_modules() if name}
+def _layer_looks_right(layer: Any, norm: Any, on_gpu: bool) -> bool:
+    parts = {name: part for name, part in layer.named_modules() if name and "_proj." not in name}
     linears = [part for name, part in parts.items() if name.endswith("_proj") or "in_proj" in name]
     norms = [part for name, part in parts.items() if name.endswith("norm")]
     mixer = _DELTA if has_delta(layer) else _ATTENTION
     return (
         parts.keys() - _HEAD_NORMS == _MLP | mixer
-        and all(type(linear) is nn.Linear for linear in linears)
+        and all(type(linear) is nn.Linear or (on_gpu and can_read(linear)) for linear in linears)
         and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
         and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
         and (has_delta(layer) or hasattr(layer.self_attn, "head_dim"))
@@ -126,14 +126,16 @@ def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -
     table = torch.zeros(3, far // like.page + 1, dtype=torch.int32, device=device)
     table[:, 0] = torch.arange(1, 4)
     table[:, -1] = torch.arange(4, 7)
-    step = kind(model, other)
+    steps = [kind(model, other)]
+    if kind is GpuStep:
+        steps.append(GpuStep(model, other, most_rows=0))
     for at in (0, 1, 2, far):
         position, token = torch.full((3,), at, device=device), torch.tensor([1, 2, 0], device=device) + at % 7
         # As after a picture: fewer positions than entries.
         rows = Rows(token, table, position, table.shape[1], position // 2)
         expected = decode_step(model, own, rows).float()
-        logits = step(rows).float()
-        gap = (logits - expected).square().mean().sqrt() / expected.std()
-        if not gap <= TOLERANCE[like.geometry.dtype]:
-            return False
+        for step in steps:
+            gap = (step(rows).float() - expected).square().mean().sqrt() / expected.std()
+            if not gap <= TOLERANCE[like.geometry.dtype]:
+                return False
     return True

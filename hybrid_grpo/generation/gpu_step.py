@@ -1,9 +1,10 @@
-"""A decode step with Triton kernels between the matrix products, for models that `fused_step` recognizes.
+"""A decode step with Triton kernels around the matrix products, for models that `fused_step` recognizes.
 
 To decode one token of each sequence, a layer of transformers launches about 40 kernels, most of which read vectors for
-only a microsecond. Here a layer launches nine: the norm kernel also adds the residual, the rotation kernel also writes
-to the cache, and weights that multiply the same vectors, if they are neighbors in memory, do so as one (see `View`).
-All memory is kept, so that a capture as a CUDA graph takes none.
+only a microsecond. Here a layer launches six: the products compute the norm before them, and the gate or the sum after
+them; the rotation kernel also writes to the cache. Of more rows than `products.MOST_ROWS` torch computes the products,
+and a layer launches nine. Weights that multiply the same vectors, if they are neighbors in memory, do so as one (see
+`View`). Layers with weights in four bits, or with an adapter of their own, are read as they are.
 """
 
 from collections.abc import Sequence
@@ -16,14 +17,19 @@ from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.paged_attention import DecodeStep
 from hybrid_grpo.model.gathered_weights import joined
 from hybrid_grpo.model.kernels import gpu
+from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.towers import text_of
 
 
 class GpuStep:
-    """The decode step of a recognized model."""
+    """The decode step of a recognized model. All memory is kept, so that a capture as a CUDA graph takes none.
 
-    def __init__(self, model: Any, cache: PagedCache) -> None:
+    Up to `most_rows` rows are multiplied by a kernel, by default as many as are faster so.
+    """
+
+    def __init__(self, model: Any, cache: PagedCache, most_rows: int | None = None) -> None:
         self._model, self._base, self._cache = model, text_of(model), cache
+        self._most_rows = gpu.products.MOST_ROWS if most_rows is None else most_rows
         self._ropes: dict[int, Tensor] = {}
         """Cosines and sines, [positions, 2 * d], by number of positions. CUDA graphs read them in place."""
         self._rows = 0
@@ -31,11 +37,12 @@ class GpuStep:
     def _take_memory(self, rows: int, like: Tensor) -> None:
         layer = self._base.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
-        self._rows, hidden = max(rows, self._cache.slots), len(attention.o_proj.weight)
-        qkv = sum(len(part.weight) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+        self._rows, hidden = max(rows, self._cache.slots), attention.o_proj.out_features
+        qkv = sum(part.out_features for part in (attention.q_proj, attention.k_proj, attention.v_proj))
         inner, attended = mlp.down_proj.in_features, attention.o_proj.in_features
-        widths = hidden, hidden, hidden, qkv, attended, 2 * inner, inner
-        self._memory = [like.new_empty(self._rows, width) for width in widths]
+        self._memory = [
+            like.new_empty(self._rows, width) for width in (hidden, hidden, qkv, attended, 2 * inner, inner)
+        ]
         self._memory.append(torch.empty(self._rows, dtype=torch.float32, device=like.device))
 
     def __call__(self, rows: Rows, out: Tensor | None = None) -> Tensor:
@@ -45,31 +52,59 @@ class GpuStep:
         weight, n = base.embed_tokens.weight, len(rows.token_n)
         if n > self._rows:
             self._take_memory(n, weight)
-        x_nD, h_nD, delta_nD, qkv, attended, gate_up, inner, inverse_n = (part[:n] for part in self._memory)
-        added: Tensor | None = None
+        x_nD, _, qkv, attended, gate_up, inner, _ = (part[:n] for part in self._memory)
         torch.index_select(weight, 0, rows.token_n, out=x_nD)
         rope = self._rope(table_nw.shape[1] * cache.page, weight)
         epsilon = base.norm.variance_epsilon
         for index, layer in enumerate(base.layers):
             attention, mlp = layer.self_attn, layer.mlp
-            gpu.norm.add_norm(x_nD, added, layer.input_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
-            _products(h_nD, (attention.q_proj, attention.k_proj, attention.v_proj), qkv)
+            self._products(x_nD, (attention.q_proj, attention.k_proj, attention.v_proj), qkv, layer.input_layernorm)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
             keys, values = cache.keys[index], cache.values[index]
             gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, rotary_n, position_n, table_nw, keys, values)
             query = qkv[:, : attended.shape[1]].view(n, -1, 1, attention.head_dim)
             options = cache.geometry.attention[index]
             found = step.attend_to(query, keys, values, options, attended.view(n, -1, attention.head_dim))
-            _products(found.view(n, -1), (attention.o_proj,), delta_nD)
-            gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
-            _products(h_nD, (mlp.gate_proj, mlp.up_proj), gate_up)
-            gpu.gate.silu_times(gate_up[:, : inner.shape[1]], gate_up[:, inner.shape[1] :], inner)
-            _products(inner, (mlp.down_proj,), delta_nD)
-            added = delta_nD
-        gpu.norm.add_norm(x_nD, added, base.norm.weight, epsilon, (x_nD, h_nD, inverse_n))
+            self._products(found.view(n, -1), (attention.o_proj,), x_nD, add=True)
+            self._gated(x_nD, layer.post_attention_layernorm, mlp, gate_up, inner)
+            self._products(inner, (mlp.down_proj,), x_nD, add=True)
         logits_nV = weight.new_empty(n, len(head.weight)) if out is None else out
-        _products(h_nD, (head,), logits_nV)
+        self._products(x_nD, (head,), logits_nV, base.norm)
         return logits_nV
+
+    def _gated(self, x: Tensor, norm: Any, mlp: Any, gate_up: Tensor, inner: Tensor) -> None:
+        """Write the inputs of `mlp.down_proj` to `inner`."""
+        matrices = _matrices(modules := (mlp.gate_proj, mlp.up_proj))
+        if len(matrices) == 1 and self._by_kernel(x, modules):
+            self._product(x, matrices[0], inner, norm, gate=True)
+        else:
+            self._products(x, modules, gate_up, norm)
+            gpu.gate.silu_times(gate_up[:, : inner.shape[1]], gate_up[:, inner.shape[1] :], inner)
+
+    def _products(self, x: Tensor, modules: Sequence[Any], out: Tensor, norm: Any = None, *, add: bool = False) -> None:
+        """Write the outputs of linear modules on the same input, or on its `norm`, to `out`, one beside the other; or
+        `add` them to it."""
+        by_kernel, matrices = self._by_kernel(x, modules), _matrices(modules)
+        if norm is not None and not by_kernel:
+            normed, inverse = self._memory[1][: len(x)], self._memory[-1][: len(x)]
+            gpu.norm.rms_norm(x, norm.weight, norm.variance_epsilon, normed, inverse)
+            x = normed
+        sizes = [out.shape[1]] if len(matrices) == 1 else [module.out_features for module in modules]
+        for matrix, part in zip(matrices, out.split(sizes, dim=1), strict=True):
+            if by_kernel:
+                self._product(x, matrix, part, norm, add=add)
+            else:
+                _product(x, matrix.weight, matrix.bias, part, add)
+
+    def _product(
+        self, x: Tensor, matrix: Any, out: Tensor, norm: Any, *, gate: bool = False, add: bool = False
+    ) -> None:
+        weight, epsilon = getattr(norm, "weight", None), self._base.norm.variance_epsilon
+        gpu.products.product(x, matrix, out, self._cache.scratch, norm=weight, epsilon=epsilon, gate=gate, add=add)
+
+    def _by_kernel(self, x: Tensor, modules: Sequence[Any]) -> bool:
+        few = len(x) <= self._most_rows and x.dtype != torch.float16
+        return few or not all(type(module) is nn.Linear for module in modules)
 
     def _rope(self, positions: int, like: Tensor) -> Tensor:
         if positions not in self._ropes:
@@ -79,20 +114,53 @@ class GpuStep:
         return self._ropes[positions]
 
 
-def _products(x: Tensor, modules: Sequence[nn.Linear], out: Tensor) -> None:
-    """Write the outputs of linear modules on the same input to `out`, one beside the other."""
-    weight = joined([module.weight for module in modules])
+def _matrices(modules: Sequence[Any]) -> list[Any]:
+    """Return linear modules on the same input as one matrix if they are neighbors in memory, else each."""
     biases = [module.bias for module in modules if module.bias is not None]
-    bias = joined(biases) if len(biases) == len(modules) else None
-    if weight is not None and (bias is not None or not biases):
-        _product(x, weight, bias, out)
-        return
-    for module, part in zip(modules, out.split([len(module.weight) for module in modules], dim=1), strict=True):
-        _product(x, module.weight, module.bias, part)
+    if all(type(module) is nn.Linear for module in modules):
+        weight = joined([module.weight for module in modules])
+        bias = joined(biases) if len(biases) == len(modules) else None
+        if weight is not None and (bias is not None or not biases):
+            return [gpu.products.Matrix(weight, bias)]
+    return [_matrix(module) for module in modules]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
+def _matrix(module: Any) -> Any:
+    """Return a linear layer of torch, bitsandbytes or peft as the kernel reads it."""
+    adapter, linear = None, _linear_of(module)
+    if linear is not module:
+        found = Adapter.of(module)
+        adapter = found.down, found.up, found.scale
+    packed, state = None, getattr(linear.weight, "quant_state", None)
+    if state is not None:
+        packed = gpu.products.Packed(state.code, state.absmax, state.state2.code, state.state2.absmax, state.offset)
+    return gpu.products.Matrix(linear.weight, linear.bias, packed, adapter)
+
+
+def can_read(module: Any) -> bool:
+    """Whether the kernel can multiply with a linear layer of bitsandbytes, or of peft."""
+    linear = _linear_of(module)
+    weight = getattr(linear, "weight", None)
+    state = getattr(weight, "quant_state", None)
+    if linear is not module and len(Adapter.of(module).down) > gpu.products.MOST_RANK:
+        return False
+    if state is None:
+        return type(linear) is nn.Linear and linear.weight.dtype != torch.float16
+    aligned = state.nested and state.blocksize == gpu.products.BLOCK and linear.in_features % state.blocksize == 0
+    return aligned and state.dtype != torch.float16
+
+
+def _linear_of(module: Any) -> Any:
+    """Return a linear layer without its adapter."""
+    return getattr(module, "base_layer", module)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
+    if add:
+        if bias is not None:
+            out += bias
+        torch.addmm(out, x, weight.t(), out=out)
+    elif bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)

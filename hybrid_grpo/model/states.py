@@ -71,14 +71,9 @@ def _of_packed_rows(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 @_of_packed_rows
 def _convolution(
-    original: Any,
-    batch: StateBatch,
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **_: Any,
-) -> Tensor:
+    original: Any, batch: StateBatch, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
     """`causal_conv1d_fn`: hidden_states is [1, C, S]; with tokens of a cache, they come before the new ones."""
     total = sum(length for _, length in batch.runs.own)
     x_SC = hidden_states[0].T.to(weight.dtype)
@@ -99,18 +94,9 @@ def _convolution_step(original: Any, *args: Any, **more: Any) -> Tensor:
 
 @_of_packed_rows
 def _delta_rule(
-    original: Any,
-    batch: StateBatch,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = WIDE,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    **more: Any,
-) -> tuple[Tensor, Tensor]:
+    original: Any, batch: StateBatch, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    chunk_size: int = WIDE, initial_state: Tensor | None = None, output_final_state: bool = False, **more: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`chunk_gated_delta_rule` (arXiv:2412.06464) and KDA's; all [1, S, heads, ...]."""
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,17 +111,9 @@ def _delta_rule(
 
 
 def _delta_step(
-    original: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    batch: Any = None,
-    **more: Any,
-) -> tuple[Tensor, Tensor | None]:
+    original: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool = False, batch: Any = None, **more: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The delta rules for one token; all [n, 1, heads, ...]. In our own cache a state may be written in place."""
     if batch is not None:
         out = kernels.recurrent_delta_rule(query, key, value, g, beta, initial_state, unit=use_qk_l2norm_in_kernel)
@@ -149,22 +127,11 @@ def _delta_step(
 
 @_of_packed_rows
 def _mamba2_scan(
-    original: Any,
-    batch: StateBatch,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = _UNLIMITED,
-    return_final_states: bool = False,
+    original: Any, batch: StateBatch, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    chunk_size: int, D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = _UNLIMITED, return_final_states: bool = False,
     **more: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """`mamba2_chunk_scan` (arXiv:2405.21060); hidden_states, B and C are [1, S, heads, ...], dt is [1, S, heads]."""
     dt = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
 
@@ -179,20 +146,10 @@ def _mamba2_scan(
 
 @_of_packed_rows
 def _selective_scan(
-    original: Any,
-    batch: StateBatch,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **more: Any,
-) -> Any:
+    original: Any, batch: StateBatch, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    return_last_state: bool = False, **more: Any,
+) -> Any:  # fmt: skip
     """`mamba_selective_scan` (arXiv:2312.00752); hidden_states and dt are [1, channels, S], B and C [1, size, S]. It
     begins without a state. As the recurrence is linear, what a state adds to the outputs is computed beside it."""
     mixer, keywords = _running.get()
@@ -218,19 +175,9 @@ def _selective_scan(
 
 
 def _state_space_step(
-    original: Any,
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    z: Tensor | None = None,
-    **more: Any,
-) -> Tensor:
+    original: Any, state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **more: Any,
+) -> Tensor:  # fmt: skip
     """`mamba2_selective_state_update`, and `mamba_selective_state_update`, which is the same with one head and rates of
     their own for all numbers; both write their state in place. The bounds of step sizes, which transformers leaves out
     where it decodes, hold here as they do in training."""

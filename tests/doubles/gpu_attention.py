@@ -70,19 +70,9 @@ def _begins(cumulative: Tensor, longest: int, what: str) -> list[tuple[int, int]
 
 
 def varlen_attn(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
     enable_gqa=False,
-):
+):  # fmt: skip
     """torch.nn.attention.varlen.varlen_attn."""
     heads = key.shape[-2]
     _check_tensors(query, key, value, heads)
@@ -144,21 +134,9 @@ def flash_attn_varlen_func(
 
 
 def paged_attention(
-    query,
-    keys,
-    values,
-    table,
-    position,
-    scale,
-    window,
-    softcap,
-    sinks,
-    scratch,
-    begins=None,
-    longest=1,
-    splits=None,
+    query, keys, values, table, position, scale, window, softcap, sinks, scratch, begins=None, longest=1, splits=None,
     out=None,
-):
+):  # fmt: skip
     """hybrid_grpo.model.kernels.gpu.attention.paged_attention."""
     _check(all(x.stride(-1) == 1 for x in (keys, values, table)), "rows are contiguous")
     _check(table.dtype == torch.int32 and position.dtype == torch.int64, "types of the table and the positions")

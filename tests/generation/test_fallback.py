@@ -90,18 +90,6 @@ def test_the_model_s_own_generation_config_changes_nothing_and_comes_back(qwen2,
     assert tokens(again) == tokens(plain)
 
 
-def test_it_comes_back_when_decoding_fails(qwen2):
-    model, _ = qwen2
-    own = model.generation_config
-
-    def fail(*_):
-        raise RuntimeError("reward code")
-
-    with pytest.raises(RuntimeError, match="reward code"):
-        generate(model, requests_of([3], 1), Sampling(2), on_finish=fail)
-    assert model.generation_config is own
-
-
 @pytest.mark.parametrize("max_slots", [1, 2, 5, 100])
 def test_batches_keep_to_the_slots_and_to_one_prompt_length(qwen2, max_slots):
     model, _ = qwen2

@@ -9,14 +9,18 @@ from scripted_turns import Scripted
 from tiny_architectures import tiny_architecture
 from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
 
+from hybrid_grpo.config import LoraConfig, PolicyConfig
 from hybrid_grpo.generation import Request, Sampling, loop, paged_attention, stream_key
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep
 from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu import launcher
+from hybrid_grpo.model.loading import load_model
+from hybrid_grpo.model.lora import Adapters
 
 pytestmark = pytest.mark.usefixtures("torch_only")
 
@@ -31,7 +35,7 @@ def kernels(monkeypatch):
         launcher.launch(kernel, grid, *arguments, **options)
 
     monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
-    for module in (gpu.attention, gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax, gpu.states):
+    for module in [module for name in gpu.__all__ if hasattr(module := getattr(gpu, name), "launch")]:
         monkeypatch.setattr(module, "launch", launch)
     return launched
 
@@ -49,18 +53,37 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture, kernels)
     assert isinstance(step, GpuStep) == (architecture in ("llama", "mistral", "qwen2", "qwen3"))
 
 
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_adapters_and_weights_in_four_bits_are_multiplied_as_they_are(four_bits, kernels, tmp_path):
+    """`fused_step` compares its logits with those of the layers; some layers have no adapter."""
+    if four_bits:
+        pytest.importorskip("bitsandbytes")
+    build(tiny_config("qwen2", 64)).save_pretrained(tmp_path)
+    model = load_model(PolicyConfig(model=str(tmp_path), dtype="float32"), ATTENTION, four_bits=four_bits)
+    adapters = Adapters(model, LoraConfig(rank=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]), seed=1)
+    for adapter in adapters.by_layer.values():
+        torch.nn.init.normal_(adapter.up, std=0.3)
+    # In evaluation, bitsandbytes would lay weights out anew on a CPU.
+    view = View(model, meta_copy(model, ATTENTION), False, torch.device(DEVICE), adapters.by_layer, merge=False)
+    view.gather()
+    with torch.inference_mode():
+        assert isinstance(fused_step(view.module, cache_of(view.module)), GpuStep)
+    # At four positions: by kernels alone, and beside torch's products, which are of the head and of plain gates.
+    assert kernels.count("_product") == 4 * ((2 * 7 + 1) + 2 * (7 if four_bits else 5))
+
+
 @torch.inference_mode()
 def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warning(kernels, monkeypatch):
-    monkeypatch.setattr(gpu.gate, "silu_times", lambda gate, up, out: out.zero_())
+    monkeypatch.setattr(gpu.products, "product", lambda x, matrix, out, scratch, **how: out.zero_())
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="decoding LlamaForCausalLM is slower without a Triton kernel: its results"):
         assert fused_step(view, cache_of(view)) is None
     assert fused_step(view, cache_of(view)) is None
 
-    def failing(*_):
+    def failing(*_, **__):
         raise RuntimeError("Failed to find C compiler\nPlease specify one")
 
-    monkeypatch.setattr(gpu.gate, "silu_times", failing)
+    monkeypatch.setattr(gpu.products, "product", failing)
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="slower without a Triton kernel: Failed to find C compiler$"):
         assert fused_step(view, cache_of(view)) is None
@@ -86,7 +109,8 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
     generate(model, requests, Sampling(1, **filters))  # the kernels of all layers are checked, gradients included
     kernels.clear()
     fast = logp_of_the_first_tokens(model)
-    assert {"_sample", "_add_norm", "_rotate_and_store", "_silu_times"} == set(kernels) - {"_attend"}
+    expected = {"_sample", "_add_norm", "_rotate_and_store", "_silu_times", "_product", "_rotate"}
+    assert expected == set(kernels) - {"_attend"}
     steps = kernels.count("_sample")
     for module in (launcher, paged_attention):
         monkeypatch.setattr(module, "on_gpu", lambda _: False)

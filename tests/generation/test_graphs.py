@@ -180,7 +180,7 @@ def test_the_fused_step_of_a_gpu_is_captured_too(monkeypatch, captures):
     monkeypatch.setattr(fusing, "_agrees", lambda *_: True)
     monkeypatch.setattr(gpu, "proven", lambda what, *_, **__: what in ("attention", "decoding"))
     launch = cuda_graphs.kernel(launcher.launch, writes=True)
-    for module in (gpu.gate, gpu.norm, gpu.rotation):
+    for module in (gpu.gate, gpu.norm, gpu.products, gpu.rotation):
         monkeypatch.setattr(module, "launch", launch)
     model = build(tiny_config("qwen2", layers=1), ATTENTION).to(torch.bfloat16)
     workspace, seen = Workspace(2, 20), []
@@ -203,7 +203,7 @@ def test_whether_the_fused_step_is_right_is_found_out_before_the_cache_takes_its
     calls, cache_for = [], loops.cache_for
     monkeypatch.setattr(loops, "cache_for", lambda *given, **named: calls.append("cache") or cache_for(*given, **named))
     monkeypatch.setattr(fusing, "usable", lambda *_, **__: True)
-    monkeypatch.setattr(fusing, "_looks_right", lambda _, like: calls.append(f"check with {like.pages}") or False)
+    monkeypatch.setattr(fusing, "_looks_right", lambda _, like, __: calls.append(f"check with {like.pages}") or False)
     generate(model_of("llama"), requests_of([30] * 9), Sampling(20))
     assert calls[:2] == ["check with 2", "cache"]
 
@@ -416,19 +416,3 @@ def test_the_double_runs_nothing_at_capture_and_no_python_at_replay():
     x += 1
     replay()
     assert written.tolist() == [1, 2, 3] and result.tolist() == [2, 4, 6]
-
-
-@torch.no_grad()
-def test_the_double_misses_memory_that_went_away():
-    x = torch.arange(3.0)
-    holder = SimpleNamespace(tensor=x.clone())
-    replay, _ = Captures()(lambda: (holder.tensor + x,))
-    replay()
-    # At the same address or not, it is another tensor's now.
-    holder.tensor = holder.tensor * 1
-    with pytest.raises(AssertionError, match="given back"):
-        replay()
-    replay, _ = Captures()(lambda: (x + 1,))
-    x.untyped_storage().resize_(1 << 20)
-    with pytest.raises(AssertionError, match="moved"):
-        replay()

@@ -13,14 +13,9 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def trained(
-    texts: Sequence[str],
-    parts: Any,
-    decoder: Any,
-    alphabet: Sequence[str] = (),
-    normalizer: Any = None,
-    merges: int = 60,
-    **options: Any,
-) -> PreTrainedTokenizerFast:
+    texts: Sequence[str], parts: Any, decoder: Any, alphabet: Sequence[str] = (), normalizer: Any = None,
+    merges: int = 60, **options: Any,
+) -> PreTrainedTokenizerFast:  # fmt: skip
     """A tokenizer of what is frequent in some texts, and of bytes: as its alphabet, or as tokens for other letters."""
     fallback = [] if alphabet else BYTES
     backend = Tokenizer(models.BPE(byte_fallback=bool(fallback)))

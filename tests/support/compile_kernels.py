@@ -27,7 +27,7 @@ from hybrid_grpo.model.kernels import gpu
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
     **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"},
-    **{torch.int64: "*i64", torch.int32: "*i32"},
+    **{torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8"},
 }
 
 
@@ -42,12 +42,11 @@ def type_of(argument: Any) -> str:
 def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """What the package's functions launch for a decode step of Qwen2.5-1.5B and the head, with and without options."""
     seen = []
-    for module in (gpu.attention, gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
+    for module in (gpu.attention, gpu.gate, gpu.norm, gpu.products, gpu.rotation, gpu.sampling, gpu.softmax):
         module.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
     half, n, d = {"dtype": torch.bfloat16, "device": "meta"}, 4, 128
     x, weight, rows = torch.empty(n, 1536, **half), torch.empty(1536, **half), torch.empty(n, device="meta")
-    gpu.norm.add_norm(x, None, weight, 1e-6)
-    gpu.norm.add_norm(x, x, weight, 1e-6)
+    gpu.norm.rms_norm(x, weight, 1e-6, x, rows)
     gate_up = torch.empty(n, 2 * 8960, **half)
     gpu.gate.silu_times(*gate_up.split(8960, dim=1), torch.empty(n, 8960, **half))
     numbers, table = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty(n, 3, dtype=torch.int32)
@@ -84,7 +83,26 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             gpu.attention.paged_attention(
                 query, keys, values, pages, numbers[:1].expand(rows), **given, scratch=scratch
             )
+    products()
     return seen + states() + layers()
+
+
+def products() -> None:
+    """What a decode step of Qwen2.5-1.5B multiplies; then adapters, and weights in four bits."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    integers, numbers, matrix = empty(1, dtype=torch.uint8), empty(1, dtype=torch.float32), gpu.products.Matrix
+    four_bits = gpu.products.Packed(numbers, integers, numbers, numbers, numbers)
+    for n, rank in ((1, 16), (32, 64), (64, 128)):
+        x, out, inner = empty(n, 1536), empty(n, 2048), empty(n, 8960)
+        weight, adapter = empty(2048, 1536), (empty(rank, 1536), empty(2048, rank), 2.0)
+        gpu.products.product(x, matrix(weight, out[0]), out, {}, norm=x[0])
+        gpu.products.product(inner, matrix(empty(1536, 8960)), x, {}, add=True)
+        gpu.products.product(x, matrix(empty(2 * 8960, 1536)), inner, {}, norm=x[0], gate=True)
+        gpu.products.product(x, matrix(weight, None, None, adapter), out, {})
+        gpu.products.product(x, matrix(integers, None, four_bits, adapter), out, {}, norm=x[0])
 
 
 def states() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:

@@ -47,3 +47,17 @@ def rounding(dtype: torch.dtype) -> float:
     """The largest relative error of one rounding to a type. Triton's interpreter cuts off bits of bfloat16 instead."""
     cut_off = DEVICE == "cpu" and dtype == torch.bfloat16
     return torch.finfo(dtype).eps / (1 if cut_off else 2)
+
+
+def assert_within(out, expected, roundings, size):
+    """`size`: what was rounded on the way, which can be larger than the result."""
+    kind = torch.finfo(out.dtype)
+    assert out.shape == expected.shape
+    # In float32 the sums of a row are rounded too. Below its smallest normal number a type has equal steps.
+    bound = roundings * (5 if out.dtype == torch.float32 else 1) * rounding(out.dtype) * size
+    gap = (out.double() - expected).abs()
+    assert (gap <= bound + roundings * kind.smallest_normal * kind.eps).all(), float((gap / bound).max())
+
+
+def random(generator, dtype, *shape, scale=1.0):
+    return (scale * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)

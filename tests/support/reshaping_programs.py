@@ -29,15 +29,9 @@ FUSED = {"optimizer": {"params": {"fused": True}}}
 
 
 def build(
-    folder: Path,
-    stage: int,
-    *,
-    offload: bool = False,
-    dtype: str = "float32",
-    lora: dict[str, Any] | None = None,
-    deepspeed: dict[str, Any] | None = None,
-    **sections: Any,
-) -> Trainer:
+    folder: Path, stage: int, *, offload: bool = False, dtype: str = "float32", lora: dict[str, Any] | None = None,
+    deepspeed: dict[str, Any] | None = None, **sections: Any,
+) -> Trainer:  # fmt: skip
     """A run on the letters and their tiny model, with weight decay; `sections` are those of its features."""
     moving = {} if lora else {"ref_every": 1, "ref_mix": 0.5}
     return made(

@@ -27,14 +27,9 @@ ARCHITECTURES = list(_OWN)
 
 
 def make_reward_model(
-    folder: Path,
-    architecture: str = "qwen2",
-    *,
-    labels: int = 1,
-    pad: bool = True,
-    adds: bool = False,
+    folder: Path, architecture: str = "qwen2", *, labels: int = 1, pad: bool = True, adds: bool = False,
     **tokenizer: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """A random model in `folder`, whose weights are large enough that every token shows in the score.
 
     Args:

@@ -174,14 +174,9 @@ def _proven(
 
 
 def _decoding(
-    plain: Any,
-    policy: Any,
-    sight: VisionEncoder,
-    prompts: list[Seen],
-    answer: Seen,
-    answers: _Answers | None,
+    plain: Any, policy: Any, sight: VisionEncoder, prompts: list[Seen], answer: Seen, answers: _Answers | None,
     placeholder: int,
-) -> tuple[list[tuple[Seen, Completion]], int, float]:
+) -> tuple[list[tuple[Seen, Completion]], int, float]:  # fmt: skip
     view = View(policy, meta_copy(policy, policy.config._attn_implementation).eval(), False, CPU)
     view.gather()
     config = RolloutConfig(max_slots=5, prefill_tokens=20)

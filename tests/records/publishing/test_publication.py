@@ -410,23 +410,6 @@ def test_a_repository_of_the_hub_gets_what_a_folder_gets(
     assert hub.made[-1] == ("me/x", False)
 
 
-def test_a_folder_that_cannot_be_put_in_place_leaves_the_earlier_one(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hg.publish(run, folder="out")
-    first, rename = files(Path("out")), Path.rename
-
-    def fails(path: Path, target: Path) -> Path:
-        if path.name == "draft":
-            raise PermissionError(13, "Permission denied", str(target))
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(hg.UserError, match=r"out cannot be written: out: Permission denied"):
-        hg.publish(run, folder="out")
-    assert files(Path("out")) == first and not list(Path().glob(".out*"))
-
-
 def test_the_hub_says_no(run: Path, hub: Hub) -> None:
     hub.names = ["README.md"]
     with pytest.raises(hg.UserError, match=r"publish.hub me/x has files that do not belong to a publication"):

@@ -33,7 +33,7 @@ _PARTS = 10 << 10
 
 
 @triton.jit
-def _dot(a, b, c):
+def dot(a, b, c):
     # Exact for float32; of no effect on other types.
     return tl.dot(a, b, c, input_precision="ieee")
 
@@ -103,47 +103,12 @@ def _added(parts, used, part, real, V0: tl.constexpr, V1: tl.constexpr, QUERIES:
 
 @triton.jit(do_not_specialize=["table_stride", "window", "least", "splits"])
 def _attend(
-    out,
-    query,
-    keys,
-    values,
-    table,
-    position,
-    begins,
-    sinks,
-    parts,
-    arrived,
-    query_token,
-    query_head,
-    table_stride,
-    key_page,
-    key_entry,
-    key_head,
-    value_page,
-    value_entry,
-    value_head,
-    scale,
-    softcap,
-    window,
-    least,
-    splits,
-    RAGGED: tl.constexpr,
-    SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHARED: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    V: tl.constexpr,
-    V0: tl.constexpr,
-    V1: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    out, query, keys, values, table, position, begins, sinks, parts, arrived, query_token, query_head, table_stride,
+    key_page, key_entry, key_head, value_page, value_entry, value_head, scale, softcap, window, least, splits,
+    RAGGED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     # The first programs of all sequences come first, since where there are many sequences the others have little to do.
     rows = tl.num_programs(0) // splits
     row, split = tl.program_id(0) % rows, tl.program_id(0) // rows
@@ -184,9 +149,9 @@ def _attend(
             page = tl.load(table + row.to(tl.int64) * table_stride + entry // PAGE, inside, 0).to(tl.int64)
             at_key = page * key_page + entry % PAGE * key_entry + head * key_head
             k0 = _tile(keys, at_key, inside, 0, D, D0)
-            logits = _dot(q0, tl.trans(k0), tl.zeros([QUERIES, ENTRIES], tl.float32))
+            logits = dot(q0, tl.trans(k0), tl.zeros([QUERIES, ENTRIES], tl.float32))
             if D1:
-                logits = _dot(q1, tl.trans(_tile(keys, at_key, inside, D0, D, D1)), logits)
+                logits = dot(q1, tl.trans(_tile(keys, at_key, inside, D0, D, D1)), logits)
             logits *= scale
             if SOFTCAP:
                 # tanh
@@ -207,9 +172,9 @@ def _attend(
                 v0 = k0
             else:
                 v0 = _tile(values, at_value, inside, 0, V, V0)
-            acc0 = _dot(weights, v0, acc0 * shrink[:, None])
+            acc0 = dot(weights, v0, acc0 * shrink[:, None])
             if V1:
-                acc1 = _dot(weights, _tile(values, at_value, inside, V0, V, V1), acc1 * shrink[:, None])
+                acc1 = dot(weights, _tile(values, at_value, inside, V0, V, V1), acc1 * shrink[:, None])
             highest = higher
 
         last = True
@@ -247,17 +212,17 @@ def _queries(group: int, tokens: int, width: int, itemsize: int) -> int:
     return min(max(16, triton.next_power_of_2(group * tokens)), most)
 
 
-Scratch = dict[int, tuple[Tensor, Tensor]]
-"""Memory in which the programs of a launch leave their parts, by the numbers of a part; kept from launch to launch.
-Only launches that follow each other on one stream can share it."""
+Scratch = dict[tuple[int, int], tuple[Tensor, Tensor]]
+"""Memory in which the programs of a launch leave their parts, by how many there may be and the numbers of each; kept
+from launch to launch. Only launches that follow each other on one stream can share it."""
 
 
-def _room(scratch: Scratch, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def room(scratch: Scratch, numbers: int, device: torch.device, units: int = _UNITS) -> tuple[Tensor, Tensor]:
     """Return room for as many parts of `numbers` float32 as a launch may have, and counters (int32) that are 0."""
-    if numbers not in scratch:
-        parts = torch.empty(_UNITS * numbers, dtype=torch.float32, device=device)
-        scratch[numbers] = parts, torch.zeros(_UNITS, dtype=torch.int32, device=device)
-    return scratch[numbers]
+    if (units, numbers) not in scratch:
+        parts = torch.empty(units * numbers, dtype=torch.float32, device=device)
+        scratch[units, numbers] = parts, torch.zeros(units, dtype=torch.int32, device=device)
+    return scratch[units, numbers]
 
 
 def _tiling(entry_bytes: int, itemsize: int, programs: int) -> tuple[int, int]:
@@ -286,22 +251,10 @@ def _begin_together(keys: Tensor, values: Tensor) -> bool:
 
 
 def paged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    position: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    scratch: Scratch,
-    begins: Tensor | None = None,
-    longest: int = 1,
-    splits: int | None = None,
-    least: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: Tensor, scale: float, window: int,
+    softcap: float, sinks: Tensor | None, scratch: Scratch, begins: Tensor | None = None, longest: int = 1,
+    splits: int | None = None, least: int | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the causal attention of the last tokens of sequences, whose keys and values are in the cache already.
     Returns [N, heads, value_dim]; zeros for a sequence without entries.
 
@@ -329,7 +282,7 @@ def paged_attention(
     shares = v == v0 == d0 and _begin_together(keys, values)
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
-    parts, arrived = _room(scratch, queries * (v0 + v1 + 2), query.device) if splits > 1 else (out, table)
+    parts, arrived = room(scratch, queries * (v0 + v1 + 2), query.device) if splits > 1 else (out, table)
     launch(
         _attend, (n * splits, kv, tiles), out, query, keys, values, table, position,
         table if begins is None else begins, out if sinks is None else sinks, parts, arrived,

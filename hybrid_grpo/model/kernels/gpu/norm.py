@@ -29,23 +29,9 @@ class Formula(NamedTuple):
 
 @triton.jit
 def _add_norm(
-    out,
-    total,
-    inverses,
-    x,
-    residual,
-    weight,
-    x_stride,
-    residual_stride,
-    rows,
-    size,
-    epsilon,
-    ADD: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROUND: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out, total, inverses, x, residual, weight, x_stride, residual_stride, rows, size, epsilon,
+    ADD: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at, column = row[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (at < rows) & (column < size)
@@ -67,27 +53,11 @@ def _add_norm(
 
 @triton.jit
 def _add_norm_backward(
-    dx,
-    dweights,
-    dout,
-    dtotal,
-    total,
-    inverses,
-    weight,
-    dout_stride,
-    dtotal_stride,
-    total_stride,
-    rows,
-    size,
-    tiles,
+    dx, dweights, dout, dtotal, total, inverses, weight, dout_stride, dtotal_stride, total_stride, rows, size, tiles,
     programs,
-    ADD: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROUND: tl.constexpr,
-    TRAIN: tl.constexpr,
-    ROWS: tl.constexpr,
+    ADD: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, TRAIN: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     program, column = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + OFFSET
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -149,13 +119,9 @@ def _forward(
     return total, out, inverse
 
 
-def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, to: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return what `AddNorm` does for a Llama layer; in the first two of `to`, if given, of which the first may be `x`.
-    The third, float32 with an element for each row, is written over."""
-    total, out, _ = _forward(x, residual, weight, Formula(epsilon), to)
-    return total, out
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, inverse: Tensor) -> None:
+    """Write the norm of each row of x, [n, size], as a Llama layer computes it, to `out`, and 1 / rms, float32 [n]."""
+    _forward(x, None, weight, Formula(epsilon), (x, out, inverse))
 
 
 class AddNorm(torch.autograd.Function):

@@ -36,30 +36,10 @@ def _heads(out, x, stride, heads, half, d, cos_a, cos_b, sin_a, sin_b, HEADS: tl
 
 @triton.jit
 def _rotate(
-    q_out,
-    k_out,
-    q,
-    k,
-    cos,
-    sin,
-    q_row,
-    q_token,
-    q_head,
-    k_row,
-    k_token,
-    k_head,
-    cos_row,
-    cos_token,
-    length,
-    heads,
-    kv,
-    half,
-    d,
-    BACK: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q_out, k_out, q, k, cos, sin, q_row, q_token, q_head, k_row, k_token, k_head, cos_row, cos_token, length, heads,
+    kv, half, d,
+    BACK: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     number = tl.program_id(0)
     # Division of 64 bits is a call.
     token, row, at = number.to(tl.int64), (number // length).to(tl.int64), (number % length).to(tl.int64)

@@ -25,25 +25,9 @@ def _normed(a, b, weight, place, inside, half, d, epsilon):
 
 @triton.jit
 def _rotate_and_store(
-    qkv,
-    q_norm,
-    k_norm,
-    rope,
-    rotary,
-    position,
-    table,
-    table_stride,
-    keys,
-    values,
-    epsilon,
-    heads,
-    kv,
-    d,
-    page,
-    NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    qkv, q_norm, k_norm, rope, rotary, position, table, table_stride, keys, values, epsilon, heads, kv, d, page,
+    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head, place = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
     half = d // 2
@@ -80,16 +64,9 @@ def _rotate_and_store(
 
 
 def rotate_and_store(
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-    rope: Tensor,
-    rotary_n: Tensor,
-    position_n: Tensor,
-    table_nw: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> None:
+    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, epsilon: float, rope: Tensor, rotary_n: Tensor,
+    position_n: Tensor, table_nw: Tensor, keys: Tensor, values: Tensor,
+) -> None:  # fmt: skip
     """Rotate the queries in place, and write the rotated keys and the values into the cache.
 
     Rotary position embedding: Su et al., arXiv:2104.09864, in the layout and with the roundings of transformers' Llama.

@@ -55,23 +55,15 @@ def _draw(key, counter):
 
 @triton.jit
 def _lowest_kept(
-    logits,
-    vocabulary,
-    peak,
-    inverse_temperature,
-    least,
-    limit,
-    WEIGHTED: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, vocabulary, peak, inverse_temperature, least, limit,
+    WEIGHTED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Return the smallest key above which the tokens' weights (or their count) add up to less than `limit`.
 
     This searches instead of sorting: each pass over the row finds four bits. Keys below `least` do not count.
     """
     digit = tl.arange(0, 16)
-    lowest = tl.zeros([], tl.int64)
-    above = tl.zeros([], tl.int64)
+    lowest, above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for level in range(BITS // 4):
         shift = BITS - 4 - 4 * level
         sums = tl.zeros([16, BLOCK], tl.int64)
@@ -95,27 +87,11 @@ def _lowest_kept(
 
 @triton.jit
 def _sample(
-    token,
-    logp,
-    kept_logp,
-    lowest_logit,
-    logits,
-    stride,
-    vocabulary,
-    keys,
-    counters,
-    inverse_temperature,
-    top_k,
-    top_p,
-    least_weight,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    GREEDY: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SEARCH_BLOCK: tl.constexpr,
-):
+    token, logp, kept_logp, lowest_logit, logits, stride, vocabulary, keys, counters, inverse_temperature, top_k,
+    top_p, least_weight,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, GREEDY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, SEARCH_BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -141,8 +117,7 @@ def _sample(
 
     # Sum the kept weights of each block: the block in which the running sum passes the draw has the token.
     number = tl.arange(0, BLOCKS)
-    sums = tl.zeros([BLOCKS], tl.int64)
-    every = tl.zeros([BLOCK], tl.int64)
+    sums, every = tl.zeros([BLOCKS], tl.int64), tl.zeros([BLOCK], tl.int64)
     least = tl.full([BLOCK], float("inf"), tl.float32)
     for index in range(0, tl.cdiv(vocabulary, BLOCK)):
         x, inside = _row(logits, index * BLOCK, vocabulary, BLOCK)
@@ -174,16 +149,9 @@ def _sample(
 
 
 def sample(
-    logits_nV: Tensor,
-    key_n: Tensor,
-    counter_n: Tensor,
-    inverse_temperature: float,
-    top_k: int,
-    top_p: int,
-    least_weight: int,
-    greedy: bool,
-    names_kept: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, inverse_temperature: float, top_k: int, top_p: int,
+    least_weight: int, greedy: bool, names_kept: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Draw tokens as `generation.categorical.sample` does; the last six arguments are the fields of its `Filters`."""
     n, vocabulary = logits_nV.shape
     token_n, logp_n = key_n.new_empty(n), torch.empty(n, dtype=torch.float32, device=logits_nV.device)

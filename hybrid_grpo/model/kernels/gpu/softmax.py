@@ -42,21 +42,9 @@ def _add(peaks, totals, belows, chosens, logits, stride, targets, first, columns
 
 @triton.jit
 def _gradient(
-    out,
-    out_stride,
-    logits,
-    stride,
-    normalizers,
-    targets,
-    entropies,
-    dlogps,
-    dentropies,
-    first,
-    columns,
-    inverse,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out, out_stride, logits, stride, normalizers, targets, entropies, dlogps, dentropies, first, columns, inverse,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -81,16 +69,9 @@ def add(
 
 
 def gradient(
-    out: Tensor,
-    logits: Tensor,
-    normalizer_N: Tensor,
-    target_N: Tensor,
-    entropy_N: Tensor,
-    dlogp_N: Tensor,
-    dentropy_N: Tensor | None,
-    temperature: float,
-    first: int,
-) -> None:
+    out: Tensor, logits: Tensor, normalizer_N: Tensor, target_N: Tensor, entropy_N: Tensor, dlogp_N: Tensor,
+    dentropy_N: Tensor | None, temperature: float, first: int,
+) -> None:  # fmt: skip
     """Compute `model.softmax.softmax_gradient` of a tile, and write it to `out`, which may be the tile itself."""
     rows, columns = logits.shape
     launch(

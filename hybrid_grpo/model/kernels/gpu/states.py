@@ -19,19 +19,9 @@ _STATE = 4096
 
 @triton.jit
 def _convolve(
-    out,
-    x,
-    state,
-    weight,
-    bias,
-    x_stride,
-    channels,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    SIZE: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out, x, state, weight, bias, x_stride, channels,
+    BIAS: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     channel, tap = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TAPS)
     inside = channel < channels
     there = inside[:, None] & (tap < SIZE)[None, :]
@@ -62,26 +52,9 @@ def _unit(x):
 
 @triton.jit
 def _delta(
-    out,
-    state,
-    query,
-    key,
-    value,
-    log_decay,
-    beta,
-    query_stride,
-    key_stride,
-    value_stride,
-    scale,
-    heads,
-    dk,
-    dv,
-    UNIT: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    out, state, query, key, value, log_decay, beta, query_stride, key_stride, value_stride, scale, heads, dk, dv,
+    UNIT: tl.constexpr, BY_CHANNEL: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1)
     k_at, v_at = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_key, in_value = k_at < dk, v_at < dv
@@ -108,26 +81,9 @@ def _delta(
 
 @triton.jit
 def _mamba(
-    out,
-    state,
-    x,
-    step,
-    a,
-    b,
-    c,
-    skip,
-    x_stride,
-    b_stride,
-    c_stride,
-    heads,
-    d,
-    size,
-    SKIP: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    out, state, x, step, a, b, c, skip, x_stride, b_stride, c_stride, heads, d, size,
+    SKIP: tl.constexpr, BY_CHANNEL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1)
     channel, number = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     inside, of_state = channel < d, number < size

@@ -5,25 +5,11 @@ It rounds where a Llama layer rounds, so the bounds count roundings of the type,
 
 import pytest
 import torch
-from gpu_kernels import DEVICE, DTYPES, cases, rounding
+from gpu_kernels import DEVICE, DTYPES, assert_within, cases, random
 
 from hybrid_grpo.model.kernels.gpu.rotation import rotate_and_store
 
 EPSILON = 1e-6
-
-
-def assert_within(out, expected, roundings, size):
-    """`size`: what was rounded on the way, where it can be larger than the result."""
-    kind = torch.finfo(out.dtype)
-    # Below the smallest normal number a type has equal steps.
-    steps = kind.smallest_normal * kind.eps
-    bound = roundings * (rounding(out.dtype) * size + steps)
-    gap = (out.double() - expected).abs()
-    assert (gap <= bound).all(), float((gap / bound).max())
-
-
-def random(generator, dtype, *shape):
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
 def rms_norm(x, weight):
@@ -59,7 +45,6 @@ def test_rotation_and_cache_write(case, seeded):
         return x * cos + torch.cat([-second, first], -1) * sin, size
 
     roundings = 3 if norms is None else 6
-    roundings = roundings if dtype != torch.float32 else 4 * roundings
     expected, size = rotated(q, norms and norms[0])
     assert_within(qkv[:, : heads * d].view(n, heads, d), expected, roundings, size)
     at = table[torch.arange(n), position // page].long(), position % page

@@ -6,29 +6,16 @@ KERNEL_CASES=300 runs as many random cases of each as when they were written.
 
 import pytest
 import torch
-from gpu_kernels import DEVICE, DTYPES, cases, rounding
+from gpu_kernels import DEVICE, DTYPES, assert_within, cases, random
 
+from hybrid_grpo.model.kernels.gpu import norm
 from hybrid_grpo.model.kernels.gpu.gate import SiluTimes, silu_times
-from hybrid_grpo.model.kernels.gpu.norm import AddNorm, Formula, add_norm
+from hybrid_grpo.model.kernels.gpu.norm import AddNorm, Formula
 from hybrid_grpo.model.kernels.gpu.rotary import Rotate
 from hybrid_grpo.model.layers import rms_norm, rotated
 
 CASES = cases(20)
 LLAMA, GEMMA, OLMO = Formula(1e-6), Formula(1e-6, 1.0, False), Formula(1e-5, 0.0, False)
-
-
-def assert_within(out, expected, roundings, size):
-    """`size`: what was rounded on the way, which can be larger than the result."""
-    kind = torch.finfo(out.dtype)
-    assert out.shape == expected.shape
-    # In float32 the sums of a row are rounded too. Below its smallest normal number a type has equal steps.
-    bound = roundings * (5 if out.dtype == torch.float32 else 1) * rounding(out.dtype) * size
-    gap = (out.double() - expected).abs()
-    assert (gap <= bound + roundings * kind.smallest_normal * kind.eps).all(), float((gap / bound).max())
-
-
-def random(generator, dtype, *shape, scale=1.0):
-    return (scale * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
 
 
 def laid_out(x, how):
@@ -55,12 +42,10 @@ def test_norm_with_residual(case, seeded):
     wanted = [leaf for leaf in (x, residual, weight) if leaf is not None and leaf.requires_grad]
     given = ([total, out], [dtotal, dout]) if both else ([out], [dout])
     found = torch.autograd.grad(given[0], wanted, given[1])
-    if formula == LLAMA:
-        # In a decode step the sum is written over one of the two.
-        flat, other = (None if part is None else part.detach().reshape(-1, size).clone() for part in (x, residual))
-        to = flat, torch.empty_like(flat), flat.new_empty(len(flat), dtype=torch.float32)
-        sums, normed = add_norm(flat, other, weight.detach(), formula.epsilon, to if case % 2 else None)
-        assert torch.equal(sums, total.reshape(sums.shape)) and torch.equal(normed, out.view_as(normed))
+    if formula == LLAMA and residual is None:
+        flat, normed = x.detach().reshape(-1, size), torch.empty(out.shape, dtype=dtype, device=DEVICE).view(-1, size)
+        norm.rms_norm(flat, weight.detach(), formula.epsilon, normed, flat.new_empty(len(flat), dtype=torch.float32))
+        assert torch.equal(normed, out.view_as(normed))
 
     exact = x.double() if residual is None else x.double() + residual.double()
     assert_within(total, exact, 1, exact.abs())
