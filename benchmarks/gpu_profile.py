@@ -13,10 +13,10 @@ late keeps what it has measured, the others still run, and the file is written a
     capturing         seconds of capturing all decode steps as CUDA graphs, at first and when all is compiled
     decode            milliseconds of a step of `Decoder`, by rows and context, and of reading weights and cache once
     decode_kernels    the longest kernels of these steps
+    products          the same steps with the kernel for products of few rows, and with torch's products
     prefill           tokens per second, of prompts and of answers after a context
     training          forward and backward of one micro-batch, with model FLOPs utilization (MFU)
     training_kernels  its longest kernels
-    failed_capture    whether the process goes on after a capture that fails
 
 `--toy` runs all parts at toy sizes on the CPU, in torch and Triton's interpreter, to show that the script runs.
 """
@@ -55,11 +55,10 @@ PARTS: dict[str, tuple[Callable[[gpu_bench.Bench, Found], None], float]] = {
     "capturing": (parts.capturing, 90),
     "decode": (parts.decode, 40),
     "decode_kernels": (parts.decode_kernels, 20),
+    "products": (parts.products, 30),
     "prefill": (parts.prefill, 30),
     "training": (parts.training, 60),
     "training_kernels": (parts.training_kernels, 30),
-    # Last, because the process may not survive it.
-    "failed_capture": (parts.failed_capture, 20),
 }
 """Each part, and the most seconds that it may take on a GPU."""
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_bench import Bench, Found, first_line
+from gpu_bench import Bench, Found
 from gpu_checks import micro_batch
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -117,6 +116,19 @@ def decode(bench: Bench, found: Found) -> None:
             }
 
 
+@torch.inference_mode()
+def products(bench: Bench, found: Found) -> None:
+    """A step whose products are the kernel's, and one whose are torch's."""
+    for by, most_rows in (("the kernel", 1 << 30), ("torch", 0)):
+        bench.__dict__.pop("decoder", None)
+        if bench.decoder._fused is not None:
+            bench.decoder._fused.most_rows = most_rows
+        for rows in bench.sizes.rows:
+            advance, steps = _steps(bench, rows, bench.sizes.contexts[0]), bench.sizes.steps
+            found[f"ms of {rows} rows, by {by}"] = 1e3 * bench.seconds(lambda: advance(steps), 3) / steps  # noqa: B023
+    bench.__dict__.pop("decoder")
+
+
 def _longest(bench: Bench, work: Callable[[], Any], runs: int) -> tuple[dict[str, float], list[Found]]:
     """Milliseconds in which the device was busy and that passed, and the longest kernels, all of them per run."""
     on_gpu = bench.device.type == "cuda"
@@ -217,32 +229,3 @@ def training(bench: Bench, found: Found) -> None:
 def training_kernels(bench: Bench, found: Found) -> None:
     bench.release()
     found["all"], found["kernels"] = _longest(bench, _micro_batch(bench)[0], 1)
-
-
-def failed_capture(bench: Bench, found: Found) -> None:
-    """Captures fail in several ways, each of them followed by what a next rollout would do."""
-    x = torch.ones(8, device=bench.device)
-
-    def refused() -> list[Tensor]:
-        raise RuntimeError("an error of the step")
-
-    failing: dict[str, Callable[[], list[Tensor]]] = {
-        "waiting for the device": lambda: [x * x.sum().item()],
-        "a copy from the host": lambda: [x + torch.ones(8).to(x.device)],
-        "out of memory": lambda: [torch.empty(1 << 45, device=x.device)],
-        "an error of the step": refused,
-    }
-    after: dict[str, Callable[[], Any]] = {
-        "empty_cache": torch.cuda.empty_cache,
-        "work": lambda: (x * 2).sum().item(),
-        "next capture": lambda: bench.capture(lambda: [x * 2])(),
-    }
-    for name, step in failing.items():
-        found[name] = {}
-        for what, work in {"capture": lambda: bench.capture(step), **after}.items():  # noqa: B023
-            try:
-                work()
-                bench.synchronize()
-                found[name][what] = "works"
-            except Exception as error:  # what fails is the result
-                found[name][what] = f"fails: {first_line(error)}"

@@ -29,7 +29,7 @@ class GpuStep:
 
     def __init__(self, model: Any, cache: PagedCache, most_rows: int | None = None) -> None:
         self._model, self._base, self._cache = model, text_of(model), cache
-        self._most_rows = gpu.products.MOST_ROWS if most_rows is None else most_rows
+        self.most_rows = gpu.products.MOST_ROWS if most_rows is None else most_rows
         self._ropes: dict[int, Tensor] = {}
         """Cosines and sines, [positions, 2 * d], by number of positions. CUDA graphs read them in place."""
         self._rows = 0
@@ -103,7 +103,7 @@ class GpuStep:
         gpu.products.product(x, matrix, out, self._cache.scratch, norm=weight, epsilon=epsilon, gate=gate, add=add)
 
     def _by_kernel(self, x: Tensor, modules: Sequence[Any]) -> bool:
-        few = len(x) <= self._most_rows and x.dtype != torch.float16
+        few = len(x) <= self.most_rows and x.dtype != torch.float16
         return few or not all(type(module) is nn.Linear for module in modules)
 
     def _rope(self, positions: int, like: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Graphs:
         """Return the result of `step`, in memory that the next run with as many rows overwrites.
 
         The first run calls `step` and then captures its graph. If that fails, steps run as they are from then on, with
-        a warning. The process survives it (`gpu.sh profile`, part failed_capture).
+        a warning. The process survives it (docs/measured.md).
         """
         if rows in self._captured:
             replay, result = self._captured[rows]

@@ -93,7 +93,7 @@ def _shared(parts, arrived, squares, acc, second, GATE: tl.constexpr, ROWS: tl.c
     return last, squares, acc, second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "share", "rank"])
 def _product(
     out, x, weight, bias, norm, code, scales, scale_code, scale_scales, offset, down, up, parts, arrived, x_stride,
     out_stride, rows, outputs, inputs, share, rank, factor, epsilon,
