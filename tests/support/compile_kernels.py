@@ -95,7 +95,7 @@ def products() -> None:
 
     integers, numbers, matrix = empty(1, dtype=torch.uint8), empty(1, dtype=torch.float32), gpu.products.Matrix
     four_bits = gpu.products.Packed(numbers, integers, numbers, numbers, numbers)
-    for n, rank in ((1, 16), (32, 64), (64, 128)):
+    for n, rank in ((1, 16), (16, 64), (32, 128)):
         x, out, inner = empty(n, 1536), empty(n, 2048), empty(n, 8960)
         weight, adapter = empty(2048, 1536), (empty(rank, 1536), empty(2048, rank), 2.0)
         gpu.products.product(x, matrix(weight, out[0]), out, {}, norm=x[0])

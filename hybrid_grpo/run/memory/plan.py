@@ -111,8 +111,7 @@ class Plan:
         self.stage, self.dtype = config.engine.stage(self.ranks), 2 if config.policy.dtype == "bfloat16" else 4
         self.n, self.t = self.sizes.parameters, self.sizes.trained
         self.packed = self.sizes.linear if config.lora.load_in_4bit else 0
-        # Elements that this rank's optimizer steps.
-        self.owned = -(-self.t // self.ranks) if self.stage else self.t
+        self.owned = -(-self.t // self.ranks) if self.stage else self.t  # elements that this rank's optimizer steps
         zero = config.engine.deepspeed.get("zero_optimization", {})
         self.hosted = self.gpu and zero.get("offload_param", {}).get("device", "none") != "none"
         """Whether the weights are in host memory."""
@@ -123,6 +122,7 @@ class Plan:
         self.usable = int((1 - MARGIN) * self.hardware.device_bytes) if self.gpu else self.hardware.device_bytes
         """Bytes of the device that a run may take."""
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
+        self.buckets = 2 if zero.get("overlap_comm") and self.stage < 3 else 1
         self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         self.offloads = config.engine.offload_optimizer
         self.pins = self.gpu and zero.get("offload_optimizer", {}).get("pin_memory", True)
@@ -300,12 +300,12 @@ class Plan:
         # torch.empty of the whole bucket: on a CPU, pages that are never written to take no memory.
         bucket = self.bucket if self.gpu else min(self.t, self.bucket)
         # Stage 0 has no bucket; stage 1 reduces what it has added up in float32.
-        staged = bucket * {0: 0, 1: 4}.get(self.stage, self.dtype)
+        staged = self.buckets * bucket * {0: 0, 1: 4}.get(self.stage, self.dtype)
         staged += self.dtype * self.sizes.largest if self.offloads and self.stage < 3 else 0  # on its way to the host
         # Stages 1 and 2 add up bfloat16 gradients on the device, wherever their optimizer is.
         leaves = self.offloads and (self.stage == 3 or self.dtype == 4)
-        remedy = remedies.smaller_buckets(self) if leaves else remedies.fewer_states(self)
-        return Part("gradients", staged + (0 if leaves else 4 * self.owned), remedy)
+        own, remedy = (0, remedies.smaller_buckets(self)) if leaves else (4 * self.owned, remedies.fewer_states(self))
+        return Part("gradients", staged + own, remedy)
 
     def reduction(self) -> Part:
         """Return the copies made while a bucket is reduced; stage 3 lays the shards of all ranks side by side."""

@@ -57,6 +57,8 @@ def test_gradients_are_a_shard_and_a_bucket():
     small = recipe(3)
     small = replace(small, engine=EngineConfig(deepspeed={"zero_optimization": {"reduce_bucket_size": 5e7}}))
     assert parts(small, 8)["loss"]["gradients"] == 2 * 50_000_000 + 4 * N // 8
+    two = replace(recipe(2), engine=EngineConfig(zero_stage=2, deepspeed={"zero_optimization": {"overlap_comm": True}}))
+    assert parts(two, 8)["loss"]["gradients"] == 2 * 2 * bucket + 4 * N // 8
     # Of a bucket that is reduced, stages 1 and 3 make a copy, and stage 3 keeps its shard in float32.
     copies = {stage: parts(recipe(stage), 8)["reduction"].get("reduction") for stage in (1, 2, 3)}
     assert copies == {1: 2 * N, 2: None, 3: 2 * N + 4 * N // 8}

@@ -14,9 +14,8 @@ from torch import Tensor
 from hybrid_grpo.model.kernels.gpu.attention import Scratch, dot, room
 from hybrid_grpo.model.kernels.gpu.launcher import launch
 
-MOST_ROWS = 64
-"""Rows up to which weights are read once. Above, torch's products of plain weights are faster by the arithmetic of a
-GPU; nobody has measured it."""
+MOST_ROWS = 32
+"""Rows of a tile. Above, torch's products of plain weights have larger tiles, which load less; not measured."""
 _PROGRAMS = 256
 """Programs that keep a GPU busy."""
 _COLUMNS, _INPUTS = 64, 64
@@ -174,7 +173,7 @@ def product(
     down, up, factor = adapter or (weight, weight, 0.0)
     rank = 0 if adapter is None else len(down)
     padded = max(16, triton.next_power_of_2(rank)) if rank else 0
-    most = MOST_ROWS if not padded else 32 if padded <= 64 else 16  # what else stays in registers is an adapter's
+    most = MOST_ROWS if padded <= 64 else 16  # an adapter's rank stays in registers too
     rows = min(most, max(16, triton.next_power_of_2(n)))
     tiles, steps = triton.cdiv(outputs, _COLUMNS) * triton.cdiv(n, rows), triton.cdiv(inputs, _INPUTS)
     share = triton.cdiv(steps, max(1, min(_PROGRAMS // tiles, steps // 4)))
