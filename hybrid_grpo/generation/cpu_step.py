@@ -10,6 +10,7 @@ from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.model.kernels.build import run
 from hybrid_grpo.model.kernels.decoding import Alike, epsilon_of, fits, norm_offset
 from hybrid_grpo.model.kernels.states import WIDEST
+from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.towers import text_of
 
@@ -31,11 +32,18 @@ class _DeltaNet(ctypes.Structure):
     _fields_ = _pointers("qkv z b a conv conv_bias dt_bias log_rate norm out conv_state state")
 
 
+class _Adapter(ctypes.Structure):
+    """`struct adapter` of decoding.c."""
+
+    _fields_ = [*_pointers("down up"), *_integers("rank"), *_pointers("low")]
+
+
 class _Layer(ctypes.Structure):
     """`struct layer` of decoding.c."""
 
     _fields_ = [
         *_pointers("norm q q_bias k k_bias v v_bias q_norm k_norm o o_bias mlp_norm gate up down keys values delta"),
+        *_pointers("adapters"),
         *_integers("window"),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -48,7 +56,7 @@ class _Model(ctypes.Structure):
     _fields_ = [
         *_pointers("embedding norm head head_bias layers packed"),
         *_integers("count vocabulary hidden heads kv d inner page rotated gated"),
-        *_integers("delta_heads delta_key_heads dk dv kernel half"),
+        *_integers("delta_heads delta_key_heads dk dv kernel half ranks"),
         ("epsilon", ctypes.c_float),
         ("offset", ctypes.c_float),
     ]
@@ -61,6 +69,7 @@ class CpuStep:
         base, head = text_of(model), model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
         self._deltas: list[_DeltaNet] = []
+        self._adapters: list[Any] = []
         self._tensors: list[Tensor | None] = []
         """What the kernel reads: float32, as copies where the model is in bfloat16, whose matrices stay as they are."""
         attended = iter(zip(cache.keys, cache.values, cache.geometry.attention, strict=True))
@@ -70,22 +79,24 @@ class CpuStep:
         )  # fmt: skip
         attention = next(layer.self_attn for layer in base.layers if not has_delta(layer))
         self._vocabulary, hidden = head.weight.shape
-        d, inner = attention.head_dim, len(base.layers[0].mlp.up_proj.weight)
-        heads, kv, gated = attention.o_proj.in_features // d, len(attention.k_proj.weight) // d, is_gated(attention)
+        d, inner = attention.head_dim, base.layers[0].mlp.up_proj.out_features
+        heads, kv, gated = attention.o_proj.in_features // d, attention.k_proj.out_features // d, is_gated(attention)
         deltas = (_delta_sizes(layer.linear_attn) for layer in base.layers if has_delta(layer))
         delta_heads, key_heads, dk, dv, kernel = next(deltas, (0,) * 5)
         self._rope = self._rope_of(1)
         weights = base.embed_tokens.weight, base.norm.weight, head.weight, head.bias
         half = head.weight.dtype == torch.bfloat16
+        ranks = 3 * max((adapter.rank for of_layer in self._adapters for adapter in of_layer), default=0)
         self._model = _Model(
             *self._at(*weights), ctypes.addressof(self._layers), None, len(base.layers),
             vocabulary=self._vocabulary, hidden=hidden, heads=heads, kv=kv, d=d, inner=inner, page=cache.page,
             rotated=self._rope.shape[1] // 2, gated=gated, delta_heads=delta_heads, delta_key_heads=key_heads, dk=dk,
-            dv=dv, kernel=kernel, half=half, epsilon=epsilon_of(base.norm), offset=norm_offset(base.norm) or 0,
+            dv=dv, kernel=kernel, half=half, ranks=ranks, epsilon=epsilon_of(base.norm),
+            offset=norm_offset(base.norm) or 0,
         )  # fmt: skip
         mixer = heads * d * (2 + gated) + 2 * kv * d
         of_delta = 4 * key_heads * dk + 4 * delta_heads * dv + 2 * delta_heads
-        self._row = 2 * hidden + 2 * inner + max(mixer, of_delta)
+        self._row = 2 * hidden + 2 * inner + ranks + max(mixer, of_delta)
         self._tiled = max(hidden, inner, heads * d) // 2 if half else 0
         """Words of the widest input that the kernel packs (for AMX in tiles, which take a multiple of 16 rows)."""
         self._memory = torch.empty(0)
@@ -104,8 +115,18 @@ class CpuStep:
         return _Layer(norm=norm, mlp_norm=mlp_norm, gate=gate, up=up, down=down, delta=delta)
 
     def _attention_layer(self, layer: Any, keys: Tensor, values: Tensor, options: Options) -> _Layer:
+        attention, mlp, adapters = layer.self_attn, layer.mlp, (_Adapter * 7)()
+        every = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        for at, linear in enumerate((*every, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+            if hasattr(linear, "base_layer"):
+                own = Adapter.of(linear)
+                adapters[at] = _Adapter(
+                    *self._at(own.down.float(), own.scale * own.up.float().T.contiguous()), len(own.down)
+                )
+        self._adapters.append(adapters)
         addresses = self._at(*weights(layer), keys, values)
-        return _Layer(*addresses, None, options.window, options.scale, options.softcap)
+        at = ctypes.addressof(adapters)
+        return _Layer(*addresses, None, at, options.window, options.scale, options.softcap)
 
     def _at(self, *tensors: Tensor | None) -> list[int | None]:
         self._tensors += [t.float() if t is not None and t.dim() == 1 else t for t in tensors]
@@ -162,7 +183,7 @@ def has_delta(layer: Any) -> bool:
 
 def is_gated(attention: Any) -> bool:
     """Whether `q_proj` returns, after the query of each head, a gate for its output."""
-    return len(attention.q_proj.weight) == 2 * attention.o_proj.in_features
+    return bool(attention.q_proj.out_features == 2 * attention.o_proj.in_features)
 
 
 def fitting(model: Any, cache: PagedCache) -> bool:

@@ -5,6 +5,8 @@ than listed: a model with exactly the parts of such a model decodes a few tokens
 only if the logits agree. Prefills use the model's own forward, except for short texts on a CPU.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +22,7 @@ from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.kernels.decoding import epsilon_of
+from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.towers import text_of
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -44,7 +47,11 @@ _FEW = 8
 """Layers, a period of any known pattern, that are compared in half precision: through all 30 of SmolLM2 its rounding
 alone moves the logits after a first token by half of their standard deviation."""
 
-_agreed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_REPEATS = 1, 8, 12
+"""A GPU's kernels differ by the number of rows: for up to 16, for up to 32, and for more."""
+
+_agreed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""What makes the step of a model; None if no step agrees with it."""
 
 
 def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
@@ -56,16 +63,19 @@ def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
         return None
     if not (on_gpu or fitting(model, cache)) or (half and not _is_llama(model)):
         return None
-    kind = GpuStep if on_gpu else CpuStep
     if model not in _agreed:
-        base, agrees = text_of(model), partial(_agrees, kind, model, cache)
+        base, name = text_of(model), f"decoding {type(model).__name__}"
         layers = base.layers
         base.layers = layers[: _FEW if half else None]
         try:
-            _agreed[model] = gpu.tried(f"decoding {type(model).__name__}", agrees) if on_gpu else agrees()
+            if on_gpu:
+                ways = (partial(GpuStep, most_rows=most) for most in (gpu.products.MOST_ROWS, 0))
+                _agreed[model] = next((w for w in ways if gpu.tried(name, partial(_agrees, w, model, cache))), None)
+            else:
+                _agreed[model] = CpuStep if _agrees(CpuStep, model, cache) else None
         finally:
             base.layers = layers
-    return kind(model, cache) if _agreed[model] else None
+    return None if _agreed[model] is None else _agreed[model](model, cache)
 
 
 def _looks_right(model: Any, cache: PagedCache, on_gpu: bool) -> bool:
@@ -97,7 +107,7 @@ def _layer_looks_right(layer: Any, norm: Any, on_gpu: bool) -> bool:
     mixer = _DELTA if has_delta(layer) else _ATTENTION
     return (
         parts.keys() - _HEAD_NORMS == _MLP | mixer
-        and all(type(linear) is nn.Linear or (on_gpu and can_read(linear)) for linear in linears)
+        and all(type(linear) is nn.Linear or _can_read(linear, on_gpu) for linear in linears)
         and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
         and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
         and (has_delta(layer) or hasattr(layer.self_attn, "head_dim"))
@@ -105,6 +115,10 @@ def _layer_looks_right(layer: Any, norm: Any, on_gpu: bool) -> bool:
         and not (has_delta(layer) and any(linear.bias is not None for linear in linears))
         and all(epsilon_of(part) == epsilon_of(norm) is not None for part in norms)
     )
+
+
+def _can_read(linear: Any, on_gpu: bool) -> bool:
+    return can_read(linear) if on_gpu else type(getattr(linear, "base_layer", None)) is nn.Linear
 
 
 def _is_llama(model: Any) -> bool:
@@ -115,7 +129,21 @@ def _is_llama(model: Any) -> bool:
     )
 
 
-def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -> bool:
+@contextmanager
+def _adapted(model: Any) -> Iterator[None]:
+    """A context in which adapters add something, as they will when B is no longer 0."""
+    ups = [Adapter.of(module).up.data for module in model.modules() if hasattr(module, "base_layer")]
+    own = [up.clone() for up in ups]
+    for up in ups:
+        up.normal_(std=0.1, generator=torch.Generator(up.device).manual_seed(0))
+    try:
+        yield
+    finally:
+        for up, kept in zip(ups, own, strict=True):
+            up.copy_(kept)
+
+
+def _agrees(way: Any, model: Any, like: PagedCache) -> bool:
     """Whether the fused step computes the model's logits.
 
     Compares them on three sequences, at the first three positions and at a far one, as some models scale by position.
@@ -126,16 +154,17 @@ def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -
     table = torch.zeros(3, far // like.page + 1, dtype=torch.int32, device=device)
     table[:, 0] = torch.arange(1, 4)
     table[:, -1] = torch.arange(4, 7)
-    steps = [kind(model, other)]
-    if kind is GpuStep:
-        steps.append(GpuStep(model, other, most_rows=0))
-    for at in (0, 1, 2, far):
-        position, token = torch.full((3,), at, device=device), torch.tensor([1, 2, 0], device=device) + at % 7
-        # As after a picture: fewer positions than entries.
-        rows = Rows(token, table, position, table.shape[1], position // 2)
-        expected = decode_step(model, own, rows).float()
-        for step in steps:
-            gap = (step(rows).float() - expected).square().mean().sqrt() / expected.std()
-            if not gap <= TOLERANCE[like.geometry.dtype]:
-                return False
+    with _adapted(model):
+        step = way(model, other)
+        for at in (0, 1, 2, far):
+            position, token = torch.full((3,), at, device=device), torch.tensor([1, 2, 0], device=device) + at % 7
+            # As after a picture: fewer positions than entries.
+            expected = decode_step(model, own, Rows(token, table, position, table.shape[1], position // 2)).float()
+            for times in _REPEATS[: None if isinstance(step, GpuStep) else 1]:
+                at_n = position.repeat(times)
+                rows = Rows(token.repeat(times), table.repeat(times, 1), at_n, table.shape[1], at_n // 2)
+                logits = step(rows)[-3:].float()
+                gap = (logits - expected).square().mean().sqrt() / expected.std()
+                if not gap <= TOLERANCE[like.geometry.dtype]:
+                    return False
     return True

@@ -22,14 +22,11 @@ from hybrid_grpo.model.towers import text_of
 
 
 class GpuStep:
-    """The decode step of a recognized model. All memory is kept, so that a capture as a CUDA graph takes none.
+    """The decode step of a recognized model; a kernel multiplies up to `most_rows` rows. All memory is kept, so that a
+    capture as a CUDA graph takes none."""
 
-    Up to `most_rows` rows are multiplied by a kernel, by default as many as are faster so.
-    """
-
-    def __init__(self, model: Any, cache: PagedCache, most_rows: int | None = None) -> None:
-        self._model, self._base, self._cache = model, text_of(model), cache
-        self.most_rows = gpu.products.MOST_ROWS if most_rows is None else most_rows
+    def __init__(self, model: Any, cache: PagedCache, most_rows: int) -> None:
+        self._model, self._base, self._cache, self.most_rows = model, text_of(model), cache, most_rows
         self._ropes: dict[int, Tensor] = {}
         """Cosines and sines, [positions, 2 * d], by number of positions. CUDA graphs read them in place."""
         self._rows = 0
@@ -139,15 +136,17 @@ def _matrix(module: Any) -> Any:
 
 def can_read(module: Any) -> bool:
     """Whether the kernel can multiply with a linear layer of bitsandbytes, or of peft."""
-    linear = _linear_of(module)
-    weight = getattr(linear, "weight", None)
-    state = getattr(weight, "quant_state", None)
-    if linear is not module and len(Adapter.of(module).down) > gpu.products.MOST_RANK:
-        return False
+    linear, half = _linear_of(module), torch.float16
+    if linear is not module:
+        down = Adapter.of(module).down
+        if down.dtype == half or len(down) > gpu.products.MOST_RANK // (down.itemsize // 2) ** 2:
+            return False
+    state = getattr(getattr(linear, "weight", None), "quant_state", None)
     if state is None:
-        return type(linear) is nn.Linear and linear.weight.dtype != torch.float16
-    aligned = state.nested and state.blocksize == gpu.products.BLOCK and linear.in_features % state.blocksize == 0
-    return aligned and state.dtype != torch.float16
+        return type(linear) is nn.Linear and linear.weight.dtype != half
+    aligned = state.blocksize == gpu.products.BLOCK and linear.in_features % state.blocksize == 0
+    as_read = state.nested and state.state2.blocksize == 256 and linear.weight.dtype == torch.uint8
+    return bool(aligned and as_read and state.dtype != half)
 
 
 def _linear_of(module: Any) -> Any:

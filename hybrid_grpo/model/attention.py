@@ -97,18 +97,10 @@ def absorbed(query: Tensor, latents: Tensor, module: Any, attend: Callable[..., 
 
 
 def routed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    batch: Batch | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, batch: Batch | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Compute causal attention; called by transformers. Returns [n, q, heads, value_dim], and None for its weights.
 
     Args:

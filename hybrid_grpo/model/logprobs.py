@@ -78,16 +78,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_N: Tensor,
-        shape: LogitShape,
-        temperature: float,
-        tiles: tuple[list[slice], list[slice]],
-        support: MaskColumns | None,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, shape: LogitShape,
+        temperature: float, tiles: tuple[list[slice], list[slice]], support: MaskColumns | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         softmax = TiledSoftmax(target_N, temperature)
         row_tiles, column_tiles = tiles
         for columns in column_tiles:
@@ -177,17 +170,10 @@ def logits_of(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, colum
 
 
 def token_logprobs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    target_N: Tensor,
-    *,
-    support: MaskColumns | None = None,
-    shape: LogitShape | None = None,
-    temperature: float = 1.0,
-    tile_bytes: int | None = None,
-    tile_columns: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, *,
+    support: MaskColumns | None = None, shape: LogitShape | None = None, temperature: float = 1.0,
+    tile_bytes: int | None = None, tile_columns: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the log-probability of each target and the entropy there, both float32 [N] in nats, differentiable.
 
     Args:
@@ -283,16 +269,9 @@ class LogprobModel(nn.Module):
         head.forward = scored
 
     def forward(
-        self,
-        input_ids_bS: Tensor,
-        position_ids: Tensor,
-        source: Selection,
-        target_N: Tensor,
-        segments: Batch | None,
-        sidecars: tuple[Any, ...],
-        temperature: float,
-        more: HeadFunction | None = None,
-    ) -> tuple[Tensor, ...]:
+        self, input_ids_bS: Tensor, position_ids: Tensor, source: Selection, target_N: Tensor, segments: Batch | None,
+        sidecars: tuple[Any, ...], temperature: float, more: HeadFunction | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return log-probabilities and entropies, float32 [N] (see `token_logprobs`), then what `more` returns.
 
         Args:

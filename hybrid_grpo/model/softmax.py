@@ -68,16 +68,9 @@ class TiledSoftmax:
 
 
 def softmax_gradient(
-    logits: Tensor,
-    first: int,
-    target_N: Tensor,
-    normalizer_N: Tensor,
-    entropy_N: Tensor,
-    dlogp_N: Tensor,
-    dentropy_N: Tensor | None,
-    temperature: float,
-    keep: bool,
-) -> Tensor:
+    logits: Tensor, first: int, target_N: Tensor, normalizer_N: Tensor, entropy_N: Tensor, dlogp_N: Tensor,
+    dentropy_N: Tensor | None, temperature: float, keep: bool,
+) -> Tensor:  # fmt: skip
     """Return the gradient of sum(dlogp logp + dentropy entropy) with respect to a tile of logits.
 
     d logp / dx = [target] - p, d H / dx = -p (log p + H), x = logits / temperature.

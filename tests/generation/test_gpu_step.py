@@ -61,20 +61,22 @@ def test_adapters_and_weights_in_four_bits_are_multiplied_as_they_are(four_bits,
     build(tiny_config("qwen2", 64)).save_pretrained(tmp_path)
     model = load_model(PolicyConfig(model=str(tmp_path), dtype="float32"), ATTENTION, four_bits=four_bits)
     adapters = Adapters(model, LoraConfig(rank=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]), seed=1)
-    for adapter in adapters.by_layer.values():
-        torch.nn.init.normal_(adapter.up, std=0.3)
     # In evaluation, bitsandbytes would lay weights out anew on a CPU.
     view = View(model, meta_copy(model, ATTENTION), False, torch.device(DEVICE), adapters.by_layer, merge=False)
     view.gather()
     with torch.inference_mode():
         assert isinstance(fused_step(view.module, cache_of(view.module)), GpuStep)
-    # At four positions: by kernels alone, and beside torch's products, which are of the head and of plain gates.
-    assert kernels.count("_product") == 4 * ((2 * 7 + 1) + 2 * (7 if four_bits else 5))
+    # At four positions, of 3 and 24 rows by kernels alone; of 36 torch multiplies the head and plain gates.
+    assert kernels.count("_product") == 4 * (2 * (2 * 7 + 1) + 2 * (7 if four_bits else 5))
 
 
 @torch.inference_mode()
 def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warning(kernels, monkeypatch):
     monkeypatch.setattr(gpu.products, "product", lambda x, matrix, out, scratch, **how: out.zero_())
+    view = pair("llama")[1].to(DEVICE)
+    with pytest.warns(UserWarning, match="decoding LlamaForCausalLM is slower without a Triton kernel: its results"):
+        assert fused_step(view, cache_of(view)).most_rows == 0
+    monkeypatch.setattr(gpu.rotation, "rotate_and_store", lambda *_: None)
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="decoding LlamaForCausalLM is slower without a Triton kernel: its results"):
         assert fused_step(view, cache_of(view)) is None
@@ -83,7 +85,7 @@ def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warn
     def failing(*_, **__):
         raise RuntimeError("Failed to find C compiler\nPlease specify one")
 
-    monkeypatch.setattr(gpu.products, "product", failing)
+    monkeypatch.setattr(gpu.rotation, "rotate_and_store", failing)
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="slower without a Triton kernel: Failed to find C compiler$"):
         assert fused_step(view, cache_of(view)) is None

@@ -18,10 +18,14 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
+from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.cpu_step import CpuStep
+from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.gathered_weights import View, meta_copy, whole_shape
+from hybrid_grpo.model.kernels import build as build_kernels
 from hybrid_grpo.model.loading import in_four_bits, load_model
 from hybrid_grpo.model.lora import Adapters, check_lora
 from hybrid_grpo.run.memory.dry_run import DryRun
@@ -70,6 +74,9 @@ def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(archit
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(view.module.state_dict()[name], weight, rtol=1e-6, atol=1e-6)
     merged.set_attn_implementation(ATTENTION)
+    if architecture == "qwen2" and build_kernels.usable(*model.parameters()):
+        step = fused_step(beside.module, PagedCache(geometry_of(beside.module), 2, 32, torch.device("cpu")))
+        assert type(step) is CpuStep, "adapters are no reason to go layer by layer"
     assert greedy(view.module) == greedy(beside.module) == greedy(merged)
     copied, exported = view.module.state_dict(), beside.merged().state_dict()
     assert copied.keys() == exported.keys() and all(torch.equal(exported[name], copied[name]) for name in copied)

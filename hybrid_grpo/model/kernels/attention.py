@@ -10,17 +10,9 @@ from hybrid_grpo.model.kernels.build import run
 
 @torch.library.custom_op("hybrid_grpo::segment_attention", mutates_args=())
 def segment_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments_S4: Tensor,
-    longest: int,
-    before: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, segments_S4: Tensor, longest: int, before: int, scale: float,
+    window: int, softcap: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of query [N, heads, d] to key and value [N, key_value_heads, d], all in bfloat16 or float32,
     [N, heads, d], and the logarithm of the sum of exponentials of each query's logits, float32 [N, heads].
 

@@ -53,13 +53,33 @@ static void columns(float *out, const struct input *in, const void *w, const flo
 #define STRIPS(n, width) (((n) + (width) - 1) / (width))
 #define END(first, n, width) ((first) + (width) < (n) ? (first) + (width) : (n))
 
-/* A matrix product with the same input as others: out[m][n] from w[n][k] and bias[n]. */
+/* What an adapter adds to the product of an input x: (x down[rank][k]^T) up[rank][n] (Hu et al., arXiv:2106.09685), by
+ * way of low[m][rank], which `team_lower` computes. A rank of 0 is none. */
+struct adapter {
+    const float *down, *up;
+    int64_t rank;
+    float *low;
+};
+
+/* A matrix product with the same input as others: out[m][n] from w[n][k] and bias[n], and maybe an adapter. */
 struct product {
     float *out;
     const void *w;
     const float *bias;
     int64_t n;
+    const struct adapter *adapter;
 };
+
+/* Adds what an adapter adds to columns first to end of out[m][n]. */
+static void add_adapter(float *out, const struct adapter *a, int64_t m, int64_t n, int64_t first, int64_t end)
+{
+    for (int64_t r = 0; a && a->rank && r < m; r++)
+        for (int64_t i = 0; i < a->rank; i++) {
+            const float low = a->low[r * a->rank + i], *up = a->up + i * n;
+            for (int64_t c = first; c < end; c++)
+                out[r * n + c] += low * up[c];
+        }
+}
 
 /* Several products of an input, a strip of columns at a time. Every thread of a team calls the functions named team_...;
  * the threads share the work and wait for each other at the end. */
@@ -75,33 +95,65 @@ static void team_products(const struct product *products, int64_t count, const s
         for (; strip >= STRIPS(products[i].n, width); i++)
             strip -= STRIPS(products[i].n, width);
         const struct product p = products[i];
-        columns(p.out, in, p.w, p.bias, p.n, strip * width, END(strip * width, p.n, width));
+        const int64_t first = strip * width, end = END(first, p.n, width);
+        columns(p.out, in, p.w, p.bias, p.n, first, end);
+        add_adapter(p.out, p.adapter, in->m, p.n, first, end);
     }
 }
 
-/* x[m][n] += in[m][k] w[n][k]^T + bias[n], by way of t[m][n]. */
-static void team_add_product(float *x, float *t, struct input in, const void *w, const float *bias, int64_t n)
+/* Computes `low` of up to three adapters of an input, one after the other in low; nothing if there are none. */
+static void team_lower(struct adapter *own, const struct adapter *adapters, int64_t count, float *low,
+                       const struct input *in)
+{
+    const int64_t blocks = adapters ? (in->m + ROWS - 1) / ROWS : 0;
+    for (int64_t i = 0; i < count; i++) {
+        own[i] = adapters ? adapters[i] : (struct adapter){0};
+        own[i].low = low;
+        low += in->m * own[i].rank;
+    }
+    if (!blocks)
+        return;
+    #pragma omp for schedule(static)
+    for (int64_t job = 0; job < count * blocks; job++) {
+        const struct adapter *a = own + job / blocks;
+        const int64_t r = job % blocks * ROWS, rows = in->m - r < ROWS ? in->m - r : ROWS;
+        wide_columns(a->low + r * a->rank, in->x + r * in->k, a->down, 0, rows, a->rank, in->k, 0, a->rank);
+    }
+}
+
+/* x[m][n] += in[m][k] w[n][k]^T + bias[n], by way of t[m][n]; with what an adapter adds. */
+static void team_add_product(float *x, float *t, struct input in, const void *w, const float *bias, int64_t n,
+                             const struct adapter *adapter, float *low)
 {
     const int64_t width = STRIP(&in);
+    struct adapter own;
+    team_lower(&own, adapter, 1, low, &in);
     #pragma omp for schedule(static)
     for (int64_t first = 0; first < n; first += width) {
         const int64_t end = END(first, n, width);
         columns(t, &in, w, bias, n, first, end);
+        add_adapter(t, &own, in.m, n, first, end);
         for (int64_t r = 0; r < in.m; r++)
             for (int64_t c = first; c < end; c++)
                 x[r * n + c] += t[r * n + c];
     }
 }
 
-/* gate[m][n] = silu(x w_gate^T) * (x w_up^T), by way of up[m][n] (Shazeer, arXiv:2002.05202, equation 6). */
-static void team_gated(float *gate, float *up, struct input in, const void *w_gate, const void *w_up, int64_t n)
+/* gate[m][n] = silu(x w_gate^T) * (x w_up^T), by way of up[m][n] (Shazeer, arXiv:2002.05202, equation 6); with what
+ * their adapters add. */
+static void team_gated(float *gate, float *up, struct input in, const void *w_gate, const void *w_up, int64_t n,
+                       const struct adapter *adapters, float *low)
 {
     const int64_t width = STRIP(&in);
+    struct adapter own[2];
+    team_lower(own, adapters, 2, low, &in);
     #pragma omp for schedule(static)
     for (int64_t first = 0; first < n; first += width) {
         const int64_t end = END(first, n, width);
         columns(gate, &in, w_gate, 0, n, first, end);
         columns(up, &in, w_up, 0, n, first, end);
+        add_adapter(gate, own, in.m, n, first, end);
+        add_adapter(up, own + 1, in.m, n, first, end);
         for (int64_t r = 0; r < in.m; r++)
             for (int64_t i = r * n + first; i < r * n + end; i++)
                 gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
@@ -111,7 +163,7 @@ static void team_gated(float *gate, float *up, struct input in, const void *w_ga
 /* out[m][n] = x[m][k] w[n][k]^T + bias[n]. */
 void linear(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k)
 {
-    const struct product product = {out, w, bias, n};
+    const struct product product = {out, w, bias, n, 0};
     const struct input in = {x, m, k, 0, 0};
     #pragma omp parallel if (m * n * k > 1 << 15)
     team_products(&product, 1, &in);
@@ -320,6 +372,7 @@ struct layer {
     const void *gate, *up, *down;
     void *keys, *values;
     const struct delta_net *delta; /* in place of the attention, or null */
+    const struct adapter *adapters; /* of q, k, v, o, gate, up and down, or null */
     int64_t window;
     float scale, softcap;
 };
@@ -333,6 +386,7 @@ struct model {
     int64_t count, vocabulary, hidden, heads, kv, d, inner, page;
     int64_t rotated, gated; /* `gated`: behind the query of a head is its gate, whose sigmoid multiplies the output */
     int64_t delta_heads, delta_key_heads, dk, dv, kernel, half;
+    int64_t ranks; /* most numbers that adapters of one input have in between */
     float epsilon, offset; /* weights of norms are stored less `offset` */
 };
 
@@ -351,16 +405,18 @@ static struct input team_input(const struct model *model, const float *x, int64_
 
 /* The attention of a layer for t[n][hidden]; returns its output before the last product, [n][heads][d]; null if keys and
  * values are only to be stored. */
-static float *team_attention(const struct model *m, const struct layer *l, float *work, const float *t, const float *rope,
-                             const int32_t *table, const int64_t *position, int64_t n, int64_t width,
+static float *team_attention(const struct model *m, const struct layer *l, float *work, float *low, const float *t,
+                             const float *rope, const int32_t *table, const int64_t *position, int64_t n, int64_t width,
                              const int64_t *begin, const int64_t *entry, int only_store)
 {
     const int64_t d = m->d, wide = m->heads * d, narrow = m->kv * d, group = m->heads / m->kv;
     const int64_t apart = m->gated ? 2 * d : d;
     float *q = work, *out = q + n * m->heads * apart, *k = out + n * wide, *v = k + n * narrow;
-    const struct product qkv[] = {{q, l->q, l->q_bias, m->heads * apart}, {k, l->k, l->k_bias, narrow},
-                                  {v, l->v, l->v_bias, narrow}};
     const struct input in = team_input(m, t, n, m->hidden);
+    struct adapter own[3];
+    team_lower(own, l->adapters, 3, low, &in);
+    const struct product qkv[] = {{q, l->q, l->q_bias, m->heads * apart, own}, {k, l->k, l->k_bias, narrow, own + 1},
+                                  {v, l->v, l->v_bias, narrow, own + 2}};
     team_products(qkv + only_store, 3 - only_store, &in);
     const struct attention a = {out, q, m->heads * apart, apart, k, narrow, d, v, narrow, d, l->keys, l->values, table,
                                 position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0, m->half,
@@ -400,8 +456,8 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
     const int64_t mixed = 2 * keys + values;
     float *qkv = work, *shifted = qkv + n * mixed, *z = shifted + n * mixed, *out = z + n * values;
     float *b = out + n * values, *a = b + n * heads;
-    const struct product products[] = {{qkv, l->qkv, 0, mixed}, {z, l->z, 0, values}, {b, l->b, 0, heads},
-                                       {a, l->a, 0, heads}};
+    const struct product products[] = {{qkv, l->qkv, 0, mixed, 0}, {z, l->z, 0, values, 0}, {b, l->b, 0, heads, 0},
+                                       {a, l->a, 0, heads, 0}};
     const struct input in = team_input(m, t, n, m->hidden);
     team_products(products, 4, &in);
     #pragma omp for schedule(static)
@@ -426,7 +482,7 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
  * Gated DeltaNet in place of its attention. A row stands for all sequences with its tokens: its keys and values are
  * stored in the entries entry[begin[row]] to entry[begin[row + 1] - 1] of the cache (without `begin`, in its own).
  *
- * `work` holds n * (2 hidden + 2 inner + mixer) numbers, where the mixer of attention takes heads (apart + d) + 2 kv d,
+ * `work` holds n * (2 hidden + 2 inner + ranks + mixer) numbers, where the mixer of attention takes heads (apart + d) + 2 kv d,
  * and that of a Gated DeltaNet 2 (2 keys + values) + 2 values + 2 heads. One team of threads runs all of it: it meets at
  * the end of each loop that is shared out, seven times a layer. Without `logits`, it ends when the last layer, one with
  * attention, has stored its keys and values.
@@ -439,7 +495,8 @@ void decode(const struct model *given, float *logits, float *work, const int64_t
     if (!multiplies_halves())
         m->packed = 0;
     const int64_t hidden = m->hidden, inner = m->inner;
-    float *x = work, *t = x + n * hidden, *gate = t + n * hidden, *up = gate + n * inner, *mixer = up + n * inner;
+    float *x = work, *t = x + n * hidden, *gate = t + n * hidden, *up = gate + n * inner, *low = up + n * inner;
+    float *mixer = low + n * m->ranks;
     #pragma omp parallel
     {
         begin_tiles(m->packed);
@@ -453,26 +510,28 @@ void decode(const struct model *given, float *logits, float *work, const int64_t
         }
         for (int64_t i = 0; i < m->count; i++) {
             const struct layer *l = m->layers + i;
+            const struct adapter *adapters = l->adapters;
             if (i)
                 team_rms_norm(t, x, l->norm, m->offset, m->epsilon, n, hidden);
             const float *out;
             if (l->delta) {
                 out = team_delta(m, l->delta, mixer, t, n);
-                team_add_product(x, t, team_input(m, out, n, m->delta_heads * m->dv), l->delta->out, 0, hidden);
+                team_add_product(x, t, team_input(m, out, n, m->delta_heads * m->dv), l->delta->out, 0, hidden, 0, low);
             } else {
-                out = team_attention(m, l, mixer, t, rope, table, position, n, width, begin, entry,
+                out = team_attention(m, l, mixer, low, t, rope, table, position, n, width, begin, entry,
                                      !logits && i == m->count - 1);
                 if (!out)
                     break;
-                team_add_product(x, t, team_input(m, out, n, m->heads * m->d), l->o, l->o_bias, hidden);
+                team_add_product(x, t, team_input(m, out, n, m->heads * m->d), l->o, l->o_bias, hidden,
+                                 adapters ? adapters + 3 : 0, low);
             }
             team_rms_norm(t, x, l->mlp_norm, m->offset, m->epsilon, n, hidden);
-            team_gated(gate, up, team_input(m, t, n, hidden), l->gate, l->up, inner);
-            team_add_product(x, t, team_input(m, gate, n, inner), l->down, 0, hidden);
+            team_gated(gate, up, team_input(m, t, n, hidden), l->gate, l->up, inner, adapters ? adapters + 4 : 0, low);
+            team_add_product(x, t, team_input(m, gate, n, inner), l->down, 0, hidden, adapters ? adapters + 6 : 0, low);
         }
         if (logits) {
             team_rms_norm(t, x, m->norm, m->offset, m->epsilon, n, hidden);
-            const struct product head = {logits, m->head, m->head_bias, m->vocabulary};
+            const struct product head = {logits, m->head, m->head_bias, m->vocabulary, 0};
             const struct input in = team_input(m, t, n, hidden);
             team_products(&head, 1, &in);
         }

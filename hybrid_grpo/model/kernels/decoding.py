@@ -79,15 +79,9 @@ def _is_gated_norm(module: Any) -> bool:
 
 
 def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    position: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: Tensor,
     options: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Store the new keys and values in the cache, and return the attention output [n, 1, heads, d]; see `DecodeStep`.
 
     Args:
