@@ -96,7 +96,7 @@ class LoraConfig:
     same numbers in policy.dtype."""
     merge: Annotated[Switch, About(in_plan=4), MAY_CHANGE] = True
     """Sample from a copy of the weights that the adapters are merged into. `false` samples from the frozen weights as
-    they are, in four bits too, with the adapters beside them: less memory, slower, engine.zero_stage at most 2."""
+    they are, in four bits too, with the adapters beside them: less memory, mostly slower; not at ZeRO stage 3."""
 
     @model_validator(mode="after")
     def _check(self) -> LoraConfig:

@@ -132,7 +132,7 @@ class PagedCache:
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
         self.scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """Memory of the kernel that reads the pages; see `kernels.gpu.attention.Scratch`."""
+        """Memory of kernels whose programs add up parts; see `kernels.gpu.attention.Scratch`."""
         layers, k, _ = geometry.experts or (0, 0, 0)
         self._experts = [_zeros((pages, page, layers, k), geometry.numbering, device)] if layers else []
         self._free_all()

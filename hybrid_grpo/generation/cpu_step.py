@@ -117,16 +117,16 @@ class CpuStep:
     def _attention_layer(self, layer: Any, keys: Tensor, values: Tensor, options: Options) -> _Layer:
         attention, mlp, adapters = layer.self_attn, layer.mlp, (_Adapter * 7)()
         every = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        for at, linear in enumerate((*every, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        for index, linear in enumerate((*every, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
             if hasattr(linear, "base_layer"):
                 own = Adapter.of(linear)
-                adapters[at] = _Adapter(
-                    *self._at(own.down.float(), own.scale * own.up.float().T.contiguous()), len(own.down)
-                )
+                down, up = self._at(own.down.float(), own.scale * own.up.float().T.contiguous())
+                adapters[index] = _Adapter(down, up, len(own.down))
         self._adapters.append(adapters)
+        # Without any the threads need not meet for them.
+        place = ctypes.addressof(adapters) if any(adapter.rank for adapter in adapters) else None
         addresses = self._at(*weights(layer), keys, values)
-        at = ctypes.addressof(adapters)
-        return _Layer(*addresses, None, at, options.window, options.scale, options.softcap)
+        return _Layer(*addresses, None, place, options.window, options.scale, options.softcap)
 
     def _at(self, *tensors: Tensor | None) -> list[int | None]:
         self._tensors += [t.float() if t is not None and t.dim() == 1 else t for t in tensors]

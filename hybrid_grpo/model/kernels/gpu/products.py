@@ -15,14 +15,14 @@ from hybrid_grpo.model.kernels.gpu.attention import Scratch, dot, room
 from hybrid_grpo.model.kernels.gpu.launcher import launch
 
 MOST_ROWS = 32
-"""Rows of a tile. Above, torch's products of plain weights have larger tiles, which load less; not measured."""
+"""Most rows of a tile. For more, torch's products of plain weights have larger tiles, which load less; not measured."""
 _PROGRAMS = 256
 """Programs that keep a GPU busy."""
 _COLUMNS, _INPUTS = 64, 64
 _SHARED_BYTES = 96 << 10
 """What the tiles on their way may take of a processor's memory."""
 MOST_RANK = 128
-"""Of an adapter in bfloat16, and four times that of one in float32: more would not stay in registers."""
+"""Largest rank of an adapter in bfloat16; in float32 a quarter of it. More would not stay in registers."""
 BLOCK = 64
 """Packed weights that have a scale in common."""
 
@@ -159,7 +159,7 @@ def product(
 ) -> None:  # fmt: skip
     """Write a linear layer's outputs, [n, outputs], to `out`, whose rows may be parts of longer ones.
 
-    Rounds the outputs, and what is within them only where the docstring of the kernel's file says so.
+    Rounds the outputs, the inputs times the norm's weight, and what an adapter has between its matrices.
 
     Args:
         x: bfloat16 or float32 [n, inputs].
