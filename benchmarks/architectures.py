@@ -10,8 +10,6 @@ seconds without an answer. tests/support/architecture_proof.py says what is comp
 tests/support/tiny_architectures.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

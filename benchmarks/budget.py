@@ -18,8 +18,6 @@ stores in Triton's interpreter, repeated loads included, times the number of pro
                                  without the matrix products and the kernel of attention
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

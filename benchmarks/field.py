@@ -29,8 +29,6 @@ and what is right, which is one of
                   output (`stdout`) and standard error (`stderr`) contain, and `not`, which neither contains
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

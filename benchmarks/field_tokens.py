@@ -1,7 +1,5 @@
 """Variations of special tokens: tokenizers that add some x templates x prompts x completions; see field.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import product

@@ -4,8 +4,6 @@ What is right is written down here once more, without the package or a template 
 where it has to be; anything else is wrong.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Iterator

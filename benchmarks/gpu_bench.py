@@ -1,7 +1,5 @@
 """What the parts of gpu_profile.py share: the device, the sizes, a model of made weights, and its decoder."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

@@ -1,7 +1,5 @@
 """Compares the kernels of a GPU with their definitions in torch, for gpu_profile.py."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from tempfile import TemporaryDirectory

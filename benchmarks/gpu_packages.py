@@ -4,8 +4,6 @@ gpu.sh require, with all that it requires, without what a machine with torch, tr
     python benchmarks/gpu_packages.py 3.12    # the version of Python there
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from importlib.metadata import distribution, requires

@@ -21,8 +21,6 @@ late keeps what it has measured, the others still run, and the file is written a
 `--toy` runs all parts at toy sizes on the CPU, in torch and Triton's interpreter, to show that the script runs.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

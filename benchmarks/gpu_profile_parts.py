@@ -1,7 +1,5 @@
 """The parts of gpu_profile.py, which says what each measures. A part writes to `found` as it goes."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

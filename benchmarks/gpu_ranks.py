@@ -10,8 +10,6 @@ and losses are compared with those of one rank: in bfloat16 they are the same in
 far apart. With `--toy` the ranks are on the CPU, where they talk through gloo.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -8,8 +8,6 @@
 The environment variables MACHINE and COMMIT identify the numbers; parts of other machines or commits count as not done.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -20,8 +20,6 @@ by letter:
         '--rewards "[{function: exact_match}, {function: letters_in_place, kwargs: {steps: true}}]"'
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

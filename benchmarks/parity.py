@@ -8,8 +8,6 @@ the completion, in float32 and in bfloat16. With `--model`, a real model complet
 are those of transformers' generate(), and how far its log-probabilities are from a plain forward of transformers.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

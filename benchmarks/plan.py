@@ -9,8 +9,6 @@ holds. Where no case is named, all but that one run, on CPU ranks. Prompts and c
 that the recipe allows, so that a run takes what the plan has to allow for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -10,8 +10,6 @@ The recipe: bfloat16, ZeRO-3 (on one GPU ZeRO-2), gradient checkpointing, prompt
 where the plan's phases do, with a cache for at least `SEQUENCES` sequences at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -11,8 +11,6 @@ fit. The benchmark looks for three kinds of errors:
 - `overlooked`: no settings were named, and some of all combinations fit.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

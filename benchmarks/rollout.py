@@ -17,8 +17,6 @@ read the weights at every step and the cache entries of every row, at the bandwi
 completions.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

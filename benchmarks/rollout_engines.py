@@ -5,8 +5,6 @@ precedes decoding (a request queue, padded prompts), which is not timed. It yiel
 returns the number of tokens of every completion, group after group.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

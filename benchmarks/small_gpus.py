@@ -5,8 +5,6 @@
 For each model and choice of words, the table has the fewest GPUs, one or two, on which a plan with 16 sequences fits.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -6,8 +6,6 @@ With `--plain` log-probabilities are computed from the logits of all completion 
 functions, as a step would without logprobs.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The reward of step.py's workloads without a task: cheap, deterministic, and different within a group."""
 
-from __future__ import annotations
-
 
 def scattered(completion_ids: list[list[int]]) -> list[float]:
     """A number in [0, 1] computed from the completion's tokens."""

@@ -12,8 +12,6 @@ certain at it. The rest is TRL's: `generate()` runs until the longest row is don
 sequence is masked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Imported in two environments; knows neither trainer.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

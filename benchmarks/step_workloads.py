@@ -1,7 +1,5 @@
 """The steps that step.py measures: a model, its data and the settings of both sides, written to a folder."""
 
-from __future__ import annotations
-
 import json
 import string
 import subprocess

@@ -114,7 +114,7 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
         "zero_optimization": {"stage": engine.stage(ranks.world_size()), "memory_efficient_linear": False},
         "hybrid_engine": {"enabled": True},
     }
-    if engine.offload_optimizer:
+    if engine.offload_optimizer is True:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if "offload_param" in engine.deepspeed.get("zero_optimization", {}):
         # Copies from unpinned memory would not overlap with the computation.
@@ -191,6 +191,7 @@ class Engine:
         config: see `policy_config`.
         adapters: the adapters in `source`, by the path of their layer in `view`.
         keep_view, merge: `keep` and `merge` of `View`.
+        parks: whether optimizer states are on the device only while they are used, at ZeRO stage 2 or 3.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class Engine:
         adapters: Mapping[str, Adapter] | None = None,
         keep_view: bool = False,
         merge: bool = True,
+        parks: bool = False,
     ) -> None:
         if config["zero_optimization"]["stage"] == 3 and (layers := whole_layers(source)):
             for layer in layers:
@@ -225,6 +227,9 @@ class Engine:
         if self.stage == 0 and not self.engine.bfloat16_enabled():
             self.engine.clip_fp32_gradients = self._clip_gradients
         self.device = torch.device(get_accelerator().current_device_name())
+        self._parked: shards.ParkedStates | None = None
+        if parks and self.device.type != "cpu":
+            self._parked = shards.ParkedStates(self.engine.optimizer, self.stage, self.device)
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view, merge=merge)
         self.merged, self._generating = self._view.merged, False
         self.gather_s = self.release_s = self.wait_s = 0.0
@@ -246,7 +251,13 @@ class Engine:
             tensor_files.settle()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        self.engine.step()
+        if self._parked:
+            with self._parked.on_device():
+                self.engine.step()
+            get_accelerator().synchronize()
+            get_accelerator().empty_cache()
+        else:
+            self.engine.step()
         norm = self.engine.get_global_grad_norm()
         return StepResult(float("nan") if norm is None else float(norm), self.engine.was_step_applied())
 

@@ -132,8 +132,10 @@ class Policy:
         by_layer = self.adapters.by_layer if self.adapters else None
         offloads, keep_view = policy.gradient_checkpointing == "offload", workspace is not None
         trained = LogprobModel(model, self.vocabulary, _on_host if offloads else nullcontext)
-        merge = lora is None or lora.merge
-        self.engine = engines.Engine(trained, model, view, config, by_layer, keep_view=keep_view, merge=merge)
+        merge, parks = lora is None or lora.merge, engine.offload_optimizer == "between_steps"
+        self.engine = engines.Engine(
+            trained, model, view, config, by_layer, keep_view=keep_view, merge=merge, parks=parks
+        )
         self.deepspeed_config = self.engine.config
         self.gradients = GradientCheck(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
         sight = sight_of(album, policy, self.engine.device)

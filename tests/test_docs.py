@@ -4,8 +4,6 @@ A block of commands that needs a GPU or a hub says so in a comment above it: `<!
 are shortened to a step or two; nothing else about them is changed.
 """
 
-from __future__ import annotations
-
 import html
 import os
 import re

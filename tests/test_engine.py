@@ -206,6 +206,16 @@ def test_what_an_offloaded_optimizer_pins_is_what_is_planned(folder):
     assert len(seen) == 3 and all(taken == planned > 0 for taken, planned in seen), seen
 
 
+def test_states_that_are_away_between_steps_change_no_step(folder):
+    learned = ("policy/loss", "policy/grad_norm", "policy/kl")
+    for seen in ranks(2, "parked", folder, programs="engine_programs.py"):
+        for *both, tensors in seen:
+            plain, parked = (
+                [s["rollouts"], s["greedy"], *([m.get(n) for n in learned] for m in s["metrics"])] for s in both
+            )
+            assert parked == plain and tensors > 2
+
+
 def test_copies_of_the_weights_inside_a_machine_change_no_step(folder, with_reference):
     """zero_hpz_partition_size 2 on four ranks: backward gathers inside a pair, generation over all ranks, and after an
     optimizer step nobody may read the copies of before."""

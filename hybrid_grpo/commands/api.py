@@ -6,8 +6,6 @@ process needs no launcher; under the `deepspeed` launcher, the same script runs 
 mistake raises UserError: one line that names the setting and the way out.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Everything else is refused in one line, in words of Python.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import re

@@ -1,10 +1,8 @@
 """The configurations of the commands beside training, each composed of the sections that the command uses."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from annotated_types import Le
 from pydantic import BeforeValidator, model_validator
@@ -65,7 +63,7 @@ class EvaluateConfig(RecipeReader):
         return names_of_rewards(self.rewards, self.rollout)
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> EvaluateConfig:
+    def _check_agreement(self) -> Self:
         check_outcome(self.eval, self.reward_names)
         return self
 
@@ -105,7 +103,7 @@ class GenerateConfig(RecipeReader):
         return isinstance(path, str) and (path == "-" or (path == "" and self.data.task is None))
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> GenerateConfig:
+    def _check_agreement(self) -> Self:
         refuse_mixture(self.data, "generate")
         rollout = self.rollout
         refuse(

@@ -100,6 +100,7 @@ def known_config(name: str) -> Any | None:
 
 def lines(plan: Plan) -> list[str]:
     """Return the plan as lines: a table of parts and phases in GiB, the host memory, and a step's tokens and time."""
+    from hybrid_grpo.commands.memory.search import with_settings
     from hybrid_grpo.records.metrics.catalogue import duration
     from hybrid_grpo.run.memory.phases import gib
 
@@ -121,13 +122,16 @@ def lines(plan: Plan) -> list[str]:
     saving += " with checkpoint.asynchronous false, training waits while a checkpoint is written"
     seconds = step_seconds(plan)
     times = ", ".join(f"{name} {duration(spent)}" for name, spent in seconds.items() if spent)
+    parked = with_settings(plan, {"engine.offload_optimizer": "between_steps"}) if plan.can_park else None
+    gains = parked is not None and parked.lacking is None and parked.sequences > plan.sequences
+    more = f"; {parked.sequences} with engine.offload_optimizer between_steps" if parked and gains else ""
     rows = plan.ranks * plan.rows
     sampled, trained = rows * plan.longest - rows * plan.prompt, rows * plan.longest * plan.batch.num_iterations
     return [
         f"model: {plan.sizes.parameters:,} parameters, {plan.sizes.trained:,} of them trained",
         f"memory on {plan.hardware.name}: {plan}",
         *table,
-        f"cache: {plan.sequences} of {plan.laid_out} sequences of {plan.longest:,} tokens at once",
+        f"cache: {plan.sequences} of {plan.laid_out} sequences of {plan.longest:,} tokens at once{more}",
         *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []),
         *([saving] if copy else []),
         f"tokens: {plan.prompt:,} a prompt, {plan.longest - plan.prompt:,} a completion; at most {sampled:,} sampled"

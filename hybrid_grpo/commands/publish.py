@@ -1,7 +1,5 @@
 """`publish`: puts the trained model of a run, with a model card, on the Hugging Face hub or into a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hybrid_grpo.commands.configs import PublishConfig

@@ -1,7 +1,5 @@
 """The folder of an adapter in peft's format (LoRA) in place of a model: it stands for its base with the adapter."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,10 +1,8 @@
 """Settings of the alarms: what each one tolerates, and what happens when it goes off."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -95,7 +93,7 @@ class AlarmsConfig:
         return {**vars(default), **given} if isinstance(default, AlarmConfig) and isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
-    def _check(self) -> AlarmsConfig:
+    def _check(self) -> Self:
         named = {f"alarms.{name}": (name, alarm) for name, alarm in self.named.items()}
         own = {f"alarms.numbers {name}": (name, alarm) for name, alarm in self.numbers.items()}
         for setting, (name, alarm) in {**named, **own}.items():

@@ -1,9 +1,7 @@
 """The configuration of supervised fine-tuning, and the base of those of commands that read recipes."""
 
-from __future__ import annotations
-
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -52,7 +50,7 @@ class SftConfig(ModelRunConfig):
     command = "sft"
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> SftConfig:
+    def _check_agreement(self) -> Self:
         refuse_mixture(self.data, "sft")
         for name in ("eval_path", "eval_split", "eval_limit"):
             refuse(

@@ -1,11 +1,9 @@
 """Settings of the prompts: where they come from, how they are read, and in which order they are drawn."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -97,7 +95,7 @@ class DataConfig:
     """Read only this many rows from the start of the evaluation split."""
 
     @model_validator(mode="after")
-    def _check(self) -> DataConfig:
+    def _check(self) -> Self:
         refuse(
             self.task is not None and self.prompt_column != "prompt",
             f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts: remove one of them",

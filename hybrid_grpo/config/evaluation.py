@@ -1,7 +1,5 @@
 """Settings of evaluation: when the policy is measured, on which held-out prompts, and how completions are sampled."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated
 

@@ -1,8 +1,6 @@
 """Settings of the objective, and which of them contradict each other."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import AfterValidator, model_validator
@@ -216,7 +214,7 @@ class GrpoConfig:
         return with_preset(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
-    def _check_contradictions(self) -> GrpoConfig:
+    def _check_contradictions(self) -> Self:
         of_tokens = self.surrogate in ("cispo", "gmpo", "dppo_tv", "dppo_kl")
         refuse(
             of_tokens and self.importance != "token",
@@ -255,7 +253,7 @@ class GrpoConfig:
         return self
 
     @model_validator(mode="after")
-    def _check_kl(self) -> GrpoConfig:
+    def _check_kl(self) -> Self:
         refuse(
             self.kl_target is not None and not self.has_reference,
             f"grpo.kl_target {self.kl_target} multiplies grpo.beta, and 0 stays 0: set grpo.beta, to 0.01 for example",
@@ -281,7 +279,7 @@ class GrpoConfig:
         return self
 
     @model_validator(mode="after")
-    def _check_effect(self) -> GrpoConfig:
+    def _check_effect(self) -> Self:
         """Refuse settings that were changed but have no effect."""
         uncorrected, used = self.sampler_correction == "none", self.surrogate
         no_clip, no_high = used != "clip", used in ("sapo", "ratio")

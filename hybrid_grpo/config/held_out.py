@@ -1,7 +1,5 @@
 """Completes the settings of each held-out set with defaults from its task, and from the sections `eval` and `data`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,10 +1,8 @@
 """Settings of the model that is trained, its adapters, its optimizer and the DeepSpeed engine."""
 
-from __future__ import annotations
-
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from annotated_types import Ge, Le, Lt
@@ -68,7 +66,7 @@ class PolicyConfig:
     rank 0 loads on the CPU, and refuse a model that differs. `auto` does so up to 1.5 billion parameters."""
 
     @model_validator(mode="after")
-    def _check(self) -> PolicyConfig:
+    def _check(self) -> Self:
         refuse(
             self.shared_prefix == "on" and self.attn_implementation not in ("auto", "packed"),
             f"policy.shared_prefix on needs packed rows, and policy.attn_implementation {self.attn_implementation} pads"
@@ -99,7 +97,7 @@ class LoraConfig:
     they are, in four bits too, with the adapters beside them: less memory, mostly slower; not at ZeRO stage 3."""
 
     @model_validator(mode="after")
-    def _check(self) -> LoraConfig:
+    def _check(self) -> Self:
         for entry in fields(self)[1:]:
             refuse(
                 not self.rank and getattr(self, entry.name) != entry.default,
@@ -126,8 +124,9 @@ class EngineConfig:
     zero_stage: Annotated[Annotated[Whole, Le(3)] | None, About(usual=5, in_plan=3), MAY_CHANGE] = None
     """ZeRO stage of the policy: 3 shards weights, gradients and optimizer state over the ranks, 2 keeps the weights
     whole, which saves fetching them. Default: 3, or 2 on a single rank and wherever `train` plans enough memory."""
-    offload_optimizer: Annotated[Switch, About(in_plan=3), MAY_CHANGE] = False
-    """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
+    offload_optimizer: Annotated[Switch | Literal["between_steps"], About(in_plan=3), MAY_CHANGE] = False
+    """Keep optimizer state in host memory and step there (ZeRO stage 1 or higher). `between_steps` steps on the GPU,
+    where the state then is for no longer than that (stage 2 or 3)."""
     sequence_parallel: Annotated[Count, About(in_plan=3), MAY_CHANGE] = 1
     """Number of neighboring ranks that compute each row's training pass together (Ulysses, arXiv:2309.14509), each with
     its share of the tokens, for rows that are too long for one. Decoding stays on every rank by itself."""
@@ -150,10 +149,16 @@ class EngineConfig:
         return 3 if ranks > 1 or needs_shards else 2
 
     @model_validator(mode="after")
-    def _check(self) -> EngineConfig:
+    def _check(self) -> Self:
+        parks = self.offload_optimizer == "between_steps"
         refuse(
-            self.offload_optimizer and self.zero_stage == 0,
-            "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
+            bool(self.offload_optimizer) and self.zero_stage in ((0, 1) if parks else (0,)),
+            f"engine.offload_optimizer needs engine.zero_stage {'2' if parks else '1'} or higher: set it to 2 or 3",
+        )
+        refuse(
+            parks and bool(self._given("zero_optimization.offload_optimizer")),
+            "engine.offload_optimizer between_steps steps on the GPU, and"
+            " engine.deepspeed.zero_optimization.offload_optimizer on the host: remove one of them",
         )
         for owned, origin in _DEEPSPEED["owned"].items():
             refuse(bool(self._given(owned)), f"engine.deepspeed.{owned} is {origin}: remove it from engine.deepspeed")

@@ -1,9 +1,7 @@
 """Settings of reward functions: which are used, how they are run, and how they are served to other machines."""
 
-from __future__ import annotations
-
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -53,7 +51,7 @@ class RewardConfig:
     hold a GPU; a crash then ends the rank. `auto` is `process`, except for simple built-ins."""
 
     @model_validator(mode="after")
-    def _check(self) -> RewardConfig:
+    def _check(self) -> Self:
         refuse_masked("rewards", self.kwargs)
         return self
 

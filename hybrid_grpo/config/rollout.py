@@ -1,11 +1,9 @@
 """Settings of rollouts: how completions are sampled, and what answers their turns."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, PlainSerializer, model_serializer, model_validator
 from pydantic.dataclasses import dataclass
@@ -85,7 +83,7 @@ class ToolConfig:
         return {"function": entry.strip() if isinstance(entry, str) else entry} if is_function else entry
 
     @model_validator(mode="after")
-    def _check(self) -> ToolConfig:
+    def _check(self) -> Self:
         refuse_masked("rollout.tools", self.kwargs)
         return self
 
@@ -237,7 +235,7 @@ class RolloutConfig:
         return longest if self.max_total_tokens is None else min(longest, self.max_total_tokens)
 
     @model_validator(mode="after")
-    def _check_turns(self) -> RolloutConfig:
+    def _check_turns(self) -> Self:
         refuse(
             self.has_turns and self.ignore_eos,
             f"{self.turns_setting} speaks between turns, and rollout.ignore_eos lets no turn end: remove one of them",
@@ -252,7 +250,7 @@ class RolloutConfig:
         return self
 
     @model_validator(mode="after")
-    def _check_lengths(self) -> RolloutConfig:
+    def _check_lengths(self) -> Self:
         least = self.min_completion_tokens
         refuse(
             least > self.max_completion_tokens,
@@ -277,7 +275,7 @@ class RolloutConfig:
         return self
 
     @model_validator(mode="after")
-    def _check_carry(self) -> RolloutConfig:
+    def _check_carry(self) -> Self:
         refuse(
             not self.carry and self.max_carries != type(self).max_carries,
             f"rollout.max_carries {self.max_carries} has no effect with rollout.carry 0: remove it",
@@ -295,7 +293,7 @@ class RolloutConfig:
         return self
 
     @model_validator(mode="after")
-    def _check_mask(self) -> RolloutConfig:
+    def _check_mask(self) -> Self:
         if self.logprobs != "mask":
             return self
         refuse(
@@ -312,7 +310,7 @@ class RolloutConfig:
         return self
 
     @model_validator(mode="after")
-    def _check_decoder(self) -> RolloutConfig:
+    def _check_decoder(self) -> Self:
         """Refuse settings that only the paged decoder supports."""
         if self.decoder == "paged":
             return self

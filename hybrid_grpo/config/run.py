@@ -1,11 +1,9 @@
 """Settings of the run as a whole: its folder, length, checkpoints and logs."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -109,7 +107,7 @@ class LogConfig:
     each stage's slowest operations. A profiled step takes longer. Default: none."""
 
     @model_validator(mode="after")
-    def _check(self) -> LogConfig:
+    def _check(self) -> Self:
         refuse(
             len(set(self.profiled)) < len(self.profiled), f"log.profile {self.profile} names a step twice: remove one"
         )

@@ -1,9 +1,7 @@
 """The configuration of training: its sections, and the checks that these agree with each other."""
 
-from __future__ import annotations
-
 from dataclasses import field
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -58,7 +56,7 @@ class ModelRunConfig:
         return section
 
     @model_validator(mode="after")
-    def _check_engine(self) -> ModelRunConfig:
+    def _check_engine(self) -> Self:
         refuse(
             self.policy.dtype == "bfloat16" and self.engine.zero_stage == 0,
             "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
@@ -135,7 +133,7 @@ class TrainConfig(ModelRunConfig):
         return dict.fromkeys(self.reward_names, 1.0) | {reward_name(reward): reward.weight for reward in self.rewards}
 
     @model_validator(mode="after")
-    def _check_training(self) -> TrainConfig:
+    def _check_training(self) -> Self:
         self._check_groups()
         for section in self.feature_configs:
             section.check(self)

@@ -5,8 +5,6 @@ name of a control token, that name must not become the token: the text could end
 Ordinary text gets the same tokens as if the whole chat were tokenized at once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Records of how an environment begins and ends. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

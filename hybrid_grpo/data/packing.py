@@ -5,14 +5,12 @@ micro-batches, since each is a collective forward under ZeRO-3. A rank that has 
 micro-batches of one token and no rows.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -50,12 +48,12 @@ class _Tree:
         return sum(piece.tokens for piece in self.pieces)
 
     @classmethod
-    def apart(cls, rows: list[TokenRow]) -> _Tree:
+    def apart(cls, rows: list[TokenRow]) -> Self:
         """Return rows that share nothing."""
         return cls(rows, [Piece(row, 0, row.tokens) for row in rows], [[number] for number in range(len(rows))])
 
     @classmethod
-    def of(cls, rows: Sequence[TokenRow], reading: Reading) -> _Tree:
+    def of(cls, rows: Sequence[TokenRow], reading: Reading) -> Self:
         """Return rows that share what they begin with, in pieces of at least `_SHORTEST` tokens or a whole prompt."""
         rows = sorted(rows, key=lambda row: row.ids)
         common = _in_common(rows, reading)
@@ -210,7 +208,7 @@ class _Packed:
     target: list[int]
 
     @classmethod
-    def of(cls, trees: list[_Tree], reading: Reading) -> _Packed:
+    def of(cls, trees: list[_Tree], reading: Reading) -> Self:
         found = cls([], np.empty(0), [], [], [], [])
         tokens, own, positions = found.tokens, found.own, list[np.ndarray]()
         for tree in trees:
@@ -226,7 +224,7 @@ class _Packed:
                 found.target.extend(row.completion[target] for target in row.targets)
         return replace(found, positions=joined_positions(positions))
 
-    def padded(self, multiple: int) -> _Packed:
+    def padded(self, multiple: int) -> Self:
         """Return the sequence with a piece that nothing attends to, if its length is not a multiple."""
         if not (more := -len(self.tokens) % multiple):
             return self

@@ -76,6 +76,44 @@ def first_moments(module: nn.Module, optimizer: Any, stage: int) -> Iterator[tup
             yield piece.name, moment.view(-1)[piece.at : piece.at + piece.count]
 
 
+class ParkedStates:
+    """The float32 masters and the states of DeepSpeed's `optimizer` at ZeRO stage 2 or 3, which wait in pinned host
+    memory until they are used. (DeepSpeed's own `offload_states` refuses torch's AdamW at stage 3.)"""
+
+    def __init__(self, optimizer: Any, stage: int, device: torch.device) -> None:
+        self._optimizer, self._stage, self._device = optimizer, stage, device
+        self._host: dict[Tensor, Tensor] = {}
+        self._park()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """A context in which the tensors are on the device; those copied to the host after it may still be moving."""
+        for tensor in self._tensors():
+            tensor.data = tensor.data.to(self._device, non_blocking=True)
+        if self._stage == 2:
+            self._optimizer._link_all_hp_params()
+        yield
+        self._park()
+
+    def _park(self) -> None:
+        if self._stage == 2:
+            self._optimizer._clear_hp_buffer_references()  # views, for which what they show would stay on the device
+        before, self._host, pins = self._host, {}, self._device.type == "cuda"
+        for tensor in self._tensors():
+            host = before[tensor] if tensor in before else torch.empty_like(tensor, device="cpu", pin_memory=pins)
+            tensor.data = self._host[tensor] = host.copy_(tensor.data, non_blocking=True)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        if self._stage == 3:
+            weights = {id(flat) for flat in self._optimizer.fp16_partitioned_groups_flat}
+            # In float32 the masters are the weights.
+            yield from (flat for flat in self._optimizer.fp32_partitioned_groups_flat if id(flat) not in weights)
+        else:
+            yield from self._optimizer.single_partition_of_fp32_groups
+        for state in self._optimizer.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
 @contextmanager
 def _changing(optimizer: Any, stage: int) -> Iterator[None]:
     """A context in which the optimizer's tensors may be changed; on exit the weights follow them. Collective."""

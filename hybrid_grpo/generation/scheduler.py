@@ -5,8 +5,6 @@ copied for each. When pages run out, prompts that were read ahead give up theirs
 answer. Finally the sequence admitted last is preempted: it becomes pending, and all its tokens will be read again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

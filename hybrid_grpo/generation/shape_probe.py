@@ -1,7 +1,5 @@
 """Finds out what a model caches of a token, with a forward in which a probe stands in for the cache."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

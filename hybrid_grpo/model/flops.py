@@ -4,13 +4,11 @@ The formula is PaLM's (arXiv:2204.02311, appendix B): per token, two operations 
 in a forward and four more in a backward, plus attention. What is computed twice to save memory counts once.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,7 +44,7 @@ class Cost:
     """Number of layers by the most entries a token attends to: infinity without a window, 0 without attention."""
 
     @classmethod
-    def of(cls, model: Any) -> Cost:
+    def of(cls, model: Any) -> Self:
         """Return the cost of a token for a transformers model, sharded or not."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         apart = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

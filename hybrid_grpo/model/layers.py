@@ -5,8 +5,6 @@ a kernel does, rounding included. Its weights are not read for that, as they may
 other, so that an engine's hooks, which gather weights, and adapters still run.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -121,7 +119,7 @@ def _with_rotation(original: Any, *args: Any, **more: Any) -> Any:
 def _rotation(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **more: Any) -> Any:
     """`apply_rotary_pos_emb`, for q [rows, heads, length, d] and k [rows, kv, length, d]."""
     fits = _rotating.get() and not args and not more and q.dtype == k.dtype == cos.dtype and cos.dim() == 3
-    return gpu.rotary.Rotate.apply(q, k, cos, sin) if fits else original(q, k, cos, sin, *args, **more)
+    return gpu.rotation.Rotate.apply(q, k, cos, sin) if fits else original(q, k, cos, sin, *args, **more)
 
 
 def _layer(layer: Any, hidden_states: Tensor, **more: Any) -> Tensor:
@@ -322,5 +320,5 @@ def _rotation_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     def expected(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         return [rotated(x, cos, sin) for x in (q, k)]
 
-    kernel, definition = (functools.partial(turned, way) for way in (gpu.rotary.Rotate.apply, expected))
+    kernel, definition = (functools.partial(turned, way) for way in (gpu.rotation.Rotate.apply, expected))
     return _agrees(kernel, definition, q, k)

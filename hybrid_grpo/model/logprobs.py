@@ -5,13 +5,11 @@ take 2.5 GB in float32, several times over. Here they are computed tile by tile 
 vocabulary), in forward and again in backward. `LogprobModel` does this for any transformers causal language model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -51,7 +49,7 @@ class LogitShape:
     """The softmax is over this many of the head's first columns; None: over all. Padding makes products fast."""
 
     @classmethod
-    def of(cls, config: Any, vocabulary: int | None = None) -> LogitShape:
+    def of(cls, config: Any, vocabulary: int | None = None) -> Self:
         """Read a transformers text configuration: Gemma's soft cap, and the scales of Cohere, Granite and Falcon-H1.
         HyperCLOVA X multiplies by what Granite divides by."""
         scaling = float(getattr(config, "logits_scaling", None) or 1)
@@ -217,7 +215,7 @@ class DistinctTargets:
         return lambda hidden_UD, *others: more(self.pair(hidden_UD), *others)
 
     @classmethod
-    def of(cls, source: np.ndarray, target_N: np.ndarray, device: torch.device) -> DistinctTargets | None:
+    def of(cls, source: np.ndarray, target_N: np.ndarray, device: torch.device) -> Self | None:
         """Return the pairs if they save a tenth of the head's work. `source`: the place of each hidden state."""
         _, first, pair_N = np.unique((source << 32) + target_N, return_index=True, return_inverse=True)
         if len(first) > 0.9 * len(pair_N):

@@ -4,15 +4,13 @@ peft injects them in place: the model keeps its class, and each adapted layer is
 export merge the adapters into the weights; adapters are also exported, and read, in peft's own format.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -47,7 +45,7 @@ class Adapter:
     """alpha / rank."""
 
     @classmethod
-    def of(cls, layer: Any) -> Adapter:
+    def of(cls, layer: Any) -> Self:
         up, down = layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight
         return cls(layer, layer.base_layer, down, up, layer.scaling[_NAME])
 

@@ -1,8 +1,6 @@
 """Softmax attention in torch, and GPU kernels for sequences of different lengths: torch's, or flash-attn's where it is
 installed. Each is compared with the first before it is used."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

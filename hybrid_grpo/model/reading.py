@@ -1,7 +1,5 @@
 """How a model reads tokens: where the pictures among them are placed, and which sidecars its training forward takes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

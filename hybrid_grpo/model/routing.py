@@ -8,8 +8,6 @@ A router of transformers chooses by one call of `topk`, whatever it does before 
 routers pass that choice to what the forward was `routed` by.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -18,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -49,11 +47,11 @@ class Routing:
     """[tokens after the prompt - 1, layers, k]: the last token is not read, nor the last of an agent's history."""
     name: ClassVar = "experts"
 
-    def part(self, sampled: slice, read: slice) -> Routing:
-        return Routing(self.prompt, self.completion[read])
+    def part(self, sampled: slice, read: slice) -> Self:
+        return type(self)(self.prompt, self.completion[read])
 
     @classmethod
-    def joined(cls, parts: Sequence[Routing]) -> Routing:
+    def joined(cls, parts: Sequence[Self]) -> Self:
         return cls(parts[0].prompt, np.concatenate([part.completion for part in parts]))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -246,7 +244,7 @@ class Replay:
         self._counts: dict[int, int] = {}
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], replays: bool, device: torch.device) -> Replay | None:
+    def of(cls, pieces: Sequence[Piece], replays: bool, device: torch.device) -> Self | None:
         """Return the replay of packed rows; None if nothing is recorded."""
         parts = [(find(piece.row.sidecars, Routing), piece) for piece in pieces]
         known = [None if of is None else np.concatenate(of.arrays())[p.begin : p.end] for of, p in parts]

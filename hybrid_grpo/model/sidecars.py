@@ -4,8 +4,6 @@ What samples, stores, cuts and packs completions holds sidecars in a tuple and d
 data/completion_records.py lists those that the sampler makes; `Reading` makes of them what a training forward takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,7 +57,7 @@ class TokenRow:
     """Index of the first target among all sampled tokens of the rollout's row, which several of these may read."""
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[TokenRow]:
+    def of(cls, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[Self]:
         """Return rows without sidecars, all of whose completion tokens are targets."""
         pairs = enumerate(zip(prompt_ids, completion_ids, strict=True))
         return [cls(index, prompt, ids, range(len(ids))) for index, (prompt, ids) in pairs]

@@ -7,8 +7,6 @@ completions of a group share their prompt's state, and in backward the prompt's 
 completions. Without a `batch` the functions do what they did.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

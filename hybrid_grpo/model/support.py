@@ -4,11 +4,9 @@
 head computes from it, so that it normalizes over the same tokens ("keep sampling mask", DeepSeek-V3.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -35,12 +33,12 @@ class SamplingMask:
     name: ClassVar = "support"
 
     @classmethod
-    def of(cls, ids: Sequence[np.ndarray]) -> SamplingMask:
+    def of(cls, ids: Sequence[np.ndarray]) -> Self:
         """Return the support of tokens, given the ascending ids of each."""
         return cls(np.concatenate(ids).astype(np.int32), np.array(list(map(len, ids)), np.int32))
 
     @classmethod
-    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+    def joined(cls, parts: Sequence[Self]) -> Self:
         """Return the support of the tokens of all parts, in order."""
         return cls(np.concatenate([part.id_K for part in parts]), np.concatenate([part.count_N for part in parts]))
 
@@ -48,8 +46,8 @@ class SamplingMask:
         """Return the ids of each token; undoes `of`."""
         return np.split(self.id_K, np.cumsum(self.count_N)[:-1])
 
-    def part(self, sampled: slice, read: slice) -> SamplingMask:
-        return SamplingMask.of(self.lists()[sampled])
+    def part(self, sampled: slice, read: slice) -> Self:
+        return self.of(self.lists()[sampled])
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         return self.id_K, self.count_N
@@ -90,7 +88,7 @@ class MaskColumns:
         self._ends = np.concatenate([[0], np.cumsum(count_V[count_V > 0])])
 
     @classmethod
-    def of(cls, rows: Sequence[TokenRow], target_N: np.ndarray, device: torch.device) -> MaskColumns | None:
+    def of(cls, rows: Sequence[TokenRow], target_N: np.ndarray, device: torch.device) -> Self | None:
         """Return the columns for the targets of rows; None, for the whole vocabulary, if a row has no mask."""
         masks = [mask for row in rows if (mask := find(row.sidecars, SamplingMask)) is not None]
         return cls(SamplingMask.joined(masks), target_N, device) if len(masks) == len(rows) else None

@@ -4,10 +4,8 @@ Rank 0 writes everything and the other ranks send it their rollouts, so no share
 decides how the metrics are reduced across ranks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -69,7 +67,7 @@ class Log:
         self._tracker = start_tracker(config, run_dir, settings or {}, done)
         self._sinks += [display_for(steps, done)]
 
-    def __enter__(self) -> Log:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

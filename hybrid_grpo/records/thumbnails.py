@@ -1,7 +1,5 @@
 """Small copies of the pictures of prompts, kept in a run's folder for those who look at its completions."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterable

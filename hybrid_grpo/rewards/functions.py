@@ -11,8 +11,6 @@ pairs are either (text, reward), where the texts of the steps follow each other 
 This module runs in the process that calls the function, and needs no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

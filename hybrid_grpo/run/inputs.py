@@ -1,11 +1,9 @@
 """Reads what a GRPO run needs before any model loads: prompts, held-out sets, tokenizer, stop tokens and rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from hybrid_grpo.config import TrainConfig, environment_rewards, reward_name
 from hybrid_grpo.config.composition import EvaluationConfig
@@ -105,7 +103,7 @@ class RunInputs(EvalInputs):
     """What was read, as lines for the console and the run folder."""
 
     @classmethod
-    def read(cls, config: TrainConfig) -> RunInputs:
+    def read(cls, config: TrainConfig) -> Self:
         """Read everything that the configuration names; raises UserError if something is missing or does not fit."""
         sets = held_out_sets(config)
         reward_sets = RewardSets(config, sets)

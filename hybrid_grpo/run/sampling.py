@@ -1,9 +1,7 @@
 """Reads what a model needs to complete prompts, except its weights, and checks that it can complete them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import refuse
@@ -42,7 +40,7 @@ class SamplingContext:
     """Number of ids of the model that are not tokens, and so are never sampled."""
 
     @classmethod
-    def read(cls, policy: PolicyConfig, rollout: RolloutConfig, *, needs_weights: bool = True) -> SamplingContext:
+    def read(cls, policy: PolicyConfig, rollout: RolloutConfig, *, needs_weights: bool = True) -> Self:
         """Read all but weights. Raise UserError if the model cannot sample, or needed files are damaged or absent."""
         config = load_config(policy.model)
         check_architecture(config, rollout.decoder)

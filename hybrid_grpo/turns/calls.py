@@ -1,8 +1,6 @@
 """A parsed turn of the model: its text, its tool calls, and what is wrong with them; and the parts into which the
 readers of `formats` divide a turn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

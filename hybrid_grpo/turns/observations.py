@@ -3,8 +3,6 @@
 This runs in worker processes, and needs no torch.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from base64 import b64decode, b64encode

@@ -1,7 +1,5 @@
 """Appends the initial observations of environments to their prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

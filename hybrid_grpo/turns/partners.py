@@ -1,7 +1,5 @@
 """All partners of a run together: the decoder requests answers from them between turns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Finds the format of a model's tool calls, and parses its turns. A reader never raises, whatever the text."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Finds the tokens between two turns: what the chat template writes after a turn of the model, up to the next turn."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

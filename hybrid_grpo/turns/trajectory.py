@@ -1,7 +1,5 @@
 """A completion under way: the trajectory of its turns so far, and the partners that answer turns."""
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`chat`, in this process, through a pipe: with a chat template, without one, with adapters and folders of runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Text while its tokens come."""
 
-from __future__ import annotations
-
 import pytest
 from byte_tokenizers import byte_level
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

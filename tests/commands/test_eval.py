@@ -1,7 +1,5 @@
 """`eval`: which model it measures. What it measures is tested with the other commands, on a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`generate`, in this process but where its process matters, on a tiny model and prompts of letters."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

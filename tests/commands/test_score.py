@@ -1,7 +1,5 @@
 """`score`, in this process: on rows of letters, and on a tiny run whose own rewards must say again what they said."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

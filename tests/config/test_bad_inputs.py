@@ -3,8 +3,6 @@
 Cases are in refused.yaml: a command line, and words of the line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """From command lines to configurations, and mistakes told in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

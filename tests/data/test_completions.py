@@ -1,7 +1,5 @@
 """Completions that exist already, read from rows and from the rollouts of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Files of a checkpoint, without an engine; tests/run/test_reshaping.py has the layouts that DeepSpeed makes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Dynamic sampling: what is drawn anew, which candidates are kept, and when it ends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

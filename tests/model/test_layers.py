@@ -65,7 +65,7 @@ def launches(monkeypatch):
         seen[kernel.__name__] += 1
         return launch(kernel, grid, *given, **options)
 
-    for module in (gpu.norm, gpu.gate, gpu.rotary):
+    for module in (gpu.norm, gpu.gate, gpu.rotation):
         monkeypatch.setattr(module, "launch", functools.partial(counted, module.launch))
     return seen
 

@@ -1,7 +1,5 @@
 """Inputs that changed while a run waited are known by their fingerprints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

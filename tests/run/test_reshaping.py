@@ -4,8 +4,6 @@ Each checkpoint is made once, after two steps of four; the steps after it are co
 not interrupted.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run that goes back to a checkpoint leaves behind it, and what one that goes on with other settings."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

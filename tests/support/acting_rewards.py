@@ -3,8 +3,6 @@
 Imported by worker processes: nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

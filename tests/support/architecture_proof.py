@@ -6,8 +6,6 @@ that cannot be packed, with `rollout.decoder: transformers` and padded rows. The
 `generate()`, and one plain forward for each completion.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass

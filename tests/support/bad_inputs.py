@@ -5,8 +5,6 @@ environment]`, by `hybrid_grpo.__main__.main`, and writes what it did. A process
 importing alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tokenizers that spell any text, trained on the spot: byte-level ones, and one like SentencePiece's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

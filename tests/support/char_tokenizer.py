@@ -1,7 +1,5 @@
 """A tokenizer of single characters, made on the spot."""
 
-from __future__ import annotations
-
 import string
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors

@@ -128,7 +128,7 @@ def states() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 def layers() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """What the layers of training launch, forward and backward, for models of several sizes."""
     seen = []
-    for module in (gpu.gate, gpu.norm, gpu.rotary):
+    for module in (gpu.gate, gpu.norm, gpu.rotation):
         module.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
 
     def empty(*shape: int, trains: bool = True) -> Tensor:
@@ -145,7 +145,7 @@ def layers() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     for heads, kv, d, r in ((12, 2, 128, 128), (16, 2, 256, 64), (128, 128, 128, 128)):
         q, k = (empty(1, 64, count, d).transpose(1, 2) for count in (heads, kv))
         cos = empty(1, 64, r, trains=False)
-        out = gpu.rotary.Rotate.apply(q, k, cos, cos)
+        out = gpu.rotation.Rotate.apply(q, k, cos, cos)
         (out[0].sum() + out[1].sum()).backward()
     return seen
 

@@ -1,7 +1,5 @@
 """`generate` and its fallback, which here take the callbacks as further arguments, and what their tests look at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Programs about the engine, and DeepSpeed's own settings; see rank_programs.py."""
 
-from __future__ import annotations
-
 import io
 import weakref
 from collections import Counter
@@ -25,10 +23,12 @@ from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed.ranks import all_reduce, barrier, rank, world_size
+from hybrid_grpo.distributed.shards import ParkedStates
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.run.memory.dry_run import power_of_two
+from hybrid_grpo.run.memory.optimizer import states
 from hybrid_grpo.run.memory.plan import Plan
 
 _ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
@@ -101,8 +101,36 @@ def pinned(folder: Path) -> list[tuple[int, int]]:
         counts = [getattr(p, "ds_numel", p.numel()) for p in trainer.policy.engine.engine.module.parameters()]
         sizes = replace(SIZES, parameters=sum(counts), trained=sum(counts), largest=max(counts))
         plan = Plan(trainer.config, sizes, batch_plan(trainer.config, 1), 512, GPU)
-        masters, _, gradients = plan.states()
+        masters, _, gradients = states(plan)
         seen.append((taken, gradients.bytes + (masters.bytes if stage < 3 else 0)))
+    return seen
+
+
+class Unreadable(ParkedStates):
+    """States that are nowhere between steps, instead of on another device."""
+
+    def _park(self) -> None:
+        super()._park()
+        self.away = [(tensor, tensor.data) for tensor in self._tensors()]
+        for tensor, _ in self.away:
+            tensor.data = tensor.new_empty(0)
+
+    def on_device(self) -> Any:
+        for tensor, data in self.away:
+            tensor.data = data
+        return super().on_device()
+
+
+def parked(folder: Path) -> list[tuple[Any, Any, int]]:
+    """Two steps at ZeRO-2 and 3 in both types, as they are and with states that nothing can read between steps; how
+    many tensors these were."""
+    seen = []
+    for stage, dtype, beta in ((2, "float32", 0.0), (2, "bfloat16", 0.1), (3, "float32", 0.1), (3, "bfloat16", 0.0)):
+        plain = two_steps(build(folder, stage=stage, dtype=dtype, beta=beta, num_minibatches=2))
+        trainer = build(folder, stage=stage, dtype=dtype, beta=beta, num_minibatches=2, offload="between_steps")
+        engine = trainer.policy.engine
+        engine._parked = away = Unreadable(engine.engine.optimizer, stage, engine.device)
+        seen.append((plain, two_steps(trainer), len(away.away)))
     return seen
 
 

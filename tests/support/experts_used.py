@@ -1,7 +1,5 @@
 """What a forward's experts are given, seen from outside: by hooks on the modules that compute them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

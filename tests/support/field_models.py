@@ -1,7 +1,5 @@
 """Tiny models and tokenizers for tests/field, in the manner of public families; made once for each process."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import shutil

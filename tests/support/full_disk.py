@@ -5,8 +5,6 @@ number of bytes that no file of rank 1 may exceed. The latter holds for the whol
 checkpoint. Under `model`, the file of the exported model that does not fit.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

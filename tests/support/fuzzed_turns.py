@@ -2,8 +2,6 @@
 deep nesting, halves of surrogate pairs, numbers without end, and names and thoughts in wrong places."""
 
 # ruff: noqa: RUF001
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

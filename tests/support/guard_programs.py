@@ -1,7 +1,5 @@
 """`python guard_programs.py WHAT COMMAND ...`: something of rank 1 is NaN from the second step of the command on."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """A reward service that misbehaves in the ways that a test asks for."""
 
-from __future__ import annotations
-
 import json
 import socket
 import socketserver

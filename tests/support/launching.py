@@ -1,7 +1,5 @@
 """Running the programs of rank_programs.py and its like on ranks, and comparing what the ranks saw."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Programs with adapters that tests start under the launcher: see rank_programs.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs for several ranks about objectives; see rank_programs.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

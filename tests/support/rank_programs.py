@@ -3,8 +3,6 @@
 Every rank writes what it saw to FOLDER/NAME.WORLD.RANK.json; the tests compare the files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -87,8 +85,9 @@ def made(folder: Path, *, features: bool = True, workspace: Workspace | None = N
 
 def build(
     folder: Path, *, stage: int = 3, beta: float = 0.0, num_minibatches: int = 1, num_iterations: int = 1,
-    offload: bool = False, prompts_per_step: int = 8, model: str = "model", deepspeed: dict[str, Any] | None = None,
-    split: int = 1, workspace: Workspace | None = None, rollout: dict[str, Any] | None = None, **policy: Any,
+    offload: bool | str = False, prompts_per_step: int = 8, model: str = "model", split: int = 1,
+    deepspeed: dict[str, Any] | None = None, workspace: Workspace | None = None, rollout: dict[str, Any] | None = None,
+    **policy: Any,
 ) -> Trainer:  # fmt: skip
     """A trainer on the letters and their tiny model, or another in the same folder; `deepspeed` is of the
     configuration's section `engine`, `rollout` and `policy` are of these sections."""

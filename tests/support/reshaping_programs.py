@@ -3,8 +3,6 @@
 See rank_programs.py. Every run is held close to a reference that moves, with a coefficient that is adapted.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards for tests: of functions written in a test, called here and now; or in processes, as a run has them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 FOLDER holds the letters, and a reward model in `rm`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

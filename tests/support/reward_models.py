@@ -1,7 +1,5 @@
 """Tiny sequence classifiers with a tokenizer of characters, made on the spot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run's folder, as wandb finds it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

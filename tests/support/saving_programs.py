@@ -1,8 +1,6 @@
 """Program of tests/run/saving/test_writing.py: a checkpoint that is written while training continues, and the same one
 written while it waits. See rank_programs.py."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models that see: random towers and text models of several families, with their processors."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

@@ -4,8 +4,6 @@ Every kind of layer that the defaults have is kept, and what a checkpoint may sw
 dropout) is on, so that leaving any of it out shows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig

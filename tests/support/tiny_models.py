@@ -1,7 +1,5 @@
 """Tiny random models, made on the spot: of supported architectures, and of some that only `generate()` can decode."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

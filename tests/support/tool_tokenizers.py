@@ -1,7 +1,5 @@
 """Tokenizers of single characters with chat templates that know tools, in the manner of three families of models."""
 
-from __future__ import annotations
-
 import string
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """Tools in the form of TRL's documentation: functions, async ones, and methods of an object."""
 
-from __future__ import annotations
-
 import asyncio
 
 

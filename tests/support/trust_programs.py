@@ -1,7 +1,5 @@
 """A program about models that are loaded into shards and do not train as they should; see rank_programs.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

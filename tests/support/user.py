@@ -1,7 +1,5 @@
 """A person at the command line, for tests of what settings become and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Reads what wandb has written offline: a `.wandb` file, a log of protobuf records in blocks as LevelDB's."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

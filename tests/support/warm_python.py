@@ -3,8 +3,6 @@
 A recipe starts ten interpreters one after the other, most of which would import torch or DeepSpeed.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

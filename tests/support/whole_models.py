@@ -1,7 +1,5 @@
 """Tiny checkpoints with towers for pictures, as their authors would publish them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A folder in which the commands of hybrid_grpo are run, as a user would."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

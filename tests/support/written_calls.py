@@ -6,8 +6,6 @@ A line of written_calls.jsonl is a format, a turn, and its calls: name, argument
 read.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights as DeepSpeed lays them out over ranks at every ZeRO stage, without DeepSpeed; see rank_threads.py."""
 
-from __future__ import annotations
-
 from math import prod
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What holds of turns whoever answers them: how long answers are and where a turn ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

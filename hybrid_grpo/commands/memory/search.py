@@ -101,7 +101,7 @@ def with_settings(plan: Plan, settings: dict[str, str]) -> Plan | None:
         section, *path = name.split(".")
         if section not in ("engine", "policy", "rollout") and name != "lora.merge":
             return None
-        value: Any = text if text in ("off", "cpu", "offload") else json.loads(text)
+        value: Any = text if text in ("off", "cpu", "offload", "between_steps") else json.loads(text)
         config = replace(config, **{section: _set(getattr(config, section), path, value)})
     if not config.lora.merge and config.engine.zero_stage is None:
         config = replace(config, engine=replace(config.engine, zero_stage=2))  # as when it is built

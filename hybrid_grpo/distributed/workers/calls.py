@@ -4,15 +4,13 @@ An `Entry` names other people's code. It is sent to the worker processes, loads 
 of replies in the rank. This module needs no torch.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 Inputs = dict[str, list[Any]]
 """Arguments of a call by name, each with one element per row."""
@@ -42,10 +40,10 @@ class Call:
     state: dict[str, Any] = field(default_factory=dict)
     """Facts about the run at the time of the call, in JSON types."""
 
-    def rows(self, rows: list[int]) -> Call:
+    def rows(self, rows: list[int]) -> Self:
         """Return the same call, restricted to the rows with these indices."""
         inputs = {name: [values[row] for row in rows] for name, values in self.inputs.items()}
-        return Call(inputs, [self.expected[row] for row in rows], self.state)
+        return type(self)(inputs, [self.expected[row] for row in rows], self.state)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ Calls are pickled; replies are JSON. What a worker sends cannot be trusted: the 
 written it. So everything is checked here, and rebuilt from plain values, before the rank uses it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle
@@ -13,7 +11,7 @@ import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 from hybrid_grpo.distributed.workers.calls import LONGEST_TRACEBACK, Call, Entry, Failure, Kind, Reply, finite
 
@@ -41,7 +39,7 @@ class PendingCall:
     """The encoded call, as it is sent."""
 
     @classmethod
-    def of(cls, entry: Entry, index: int, call: Call, timeout_s: float) -> PendingCall:
+    def of(cls, entry: Entry, index: int, call: Call, timeout_s: float) -> Self:
         """Make a call to the entry with this index. Raises whatever the pickling of the call raises."""
         number = secrets.randbits(52)  # random, so that a function can answer no call but its own
         return cls(entry, call.expected, number, framed(pickle.dumps((number, index, call, timeout_s))))

@@ -1,7 +1,5 @@
 """The rank's side of the worker processes (forking.py): the fork server, and its workers with their sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ An object is pickled attribute by attribute in the process where it lives, carri
 that uses it, but never in the rank.
 """
 
-from __future__ import annotations
-
 import pickle
 from base64 import b64decode, b64encode
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One teacher of a run: its checks, the prompts that it reads, and its weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -11,8 +11,6 @@ of the reverse KL divergence at a prefix is sum_v p_v (log p_v - log q_v) grad l
 - as the gradient of this or another divergence, which the head computes over the vocabulary (divergence.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

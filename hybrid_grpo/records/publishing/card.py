@@ -4,15 +4,13 @@
 neither secrets nor local folders: see `redaction.py`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -63,8 +61,8 @@ class Evaluation:
         rows = [["number", self.against, "this model", "95 % interval"], *map(_row, self.numbers)]
         return rows if any(row[1] for row in rows[1:]) else [[row[0], *row[2:]] for row in rows]
 
-    @staticmethod
-    def printed(output: Mapping[str, Any]) -> Evaluation:
+    @classmethod
+    def printed(cls, output: Mapping[str, Any]) -> Self:
         """Make an evaluation from what `hybrid-grpo eval` printed; anything else raises errors such as KeyError."""
         bounds, against = output["intervals"], output.get("against", {})
         numbers = [
@@ -73,7 +71,7 @@ class Evaluation:
             if _MEASURED.fullmatch(name)
         ]
         other = _spelled(against["model"], looks_like_path(against["model"])) if against else ""
-        return Evaluation(numbers, "Measured by `hybrid-grpo eval`; intervals by a bootstrap over prompts.", other)
+        return cls(numbers, "Measured by `hybrid-grpo eval`; intervals by a bootstrap over prompts.", other)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 `curves.svg.j2` decides how the picture looks; this module turns values into points.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

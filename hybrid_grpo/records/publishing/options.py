@@ -1,7 +1,5 @@
 """Settings of publishing: which model of a run is published, and where."""
 
-from __future__ import annotations
-
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.fields import SECTION, Name, Place, Switch, Text

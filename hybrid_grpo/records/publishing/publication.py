@@ -1,7 +1,5 @@
 """Publishes the trained model of a run with its card, in a repository of the Hugging Face hub or in a folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -9,8 +9,6 @@ caller's memory, files or environment. The process gives up its rights before th
 standard library, and Linux; `python -m hybrid_grpo.rewards.code.sandbox` prints the protections of this machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -20,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 
@@ -78,7 +76,7 @@ class Sandbox:
         self._owner = os.getpid()
         self.protections: dict[str, str] = self._receive(_SLACK_S)["protections"]
 
-    def __enter__(self) -> Sandbox:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

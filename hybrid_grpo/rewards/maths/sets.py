@@ -4,8 +4,6 @@ To compare two sets, membership is tested at every interval end and single numbe
 every two neighboring ones, and at a point beyond each of the outermost ones. Nothing is rewritten or solved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction

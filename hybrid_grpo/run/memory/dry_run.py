@@ -4,14 +4,12 @@ What is kept for the backward pass differs too much between architectures for a 
 configuration on fake tensors, which have shapes and types but no data, and a micro-batch's allocations are added up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -217,7 +215,7 @@ class Sizes:
     padded: int = 0
     """Number of parameters, with that of each tensor rounded up to a power of two, as in pinned memory."""
 
-    def of_tokens(self, tokens: int, dtype: int) -> Sizes:
+    def of_tokens(self, tokens: int, dtype: int) -> Self:
         """Return the sizes with a micro-batch of fewer `tokens`, without another dry run: activations shrink with the
         tokens, but not the gradient of the largest tensor, the head or the embedding, in `dtype` bytes a number."""
 

@@ -24,7 +24,7 @@ from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.towers import tower_parameters
 from hybrid_grpo.rewards.models.reward_model import RewardModel
-from hybrid_grpo.run.memory import remedies
+from hybrid_grpo.run.memory import optimizer, remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure, power_of_two
 from hybrid_grpo.run.memory.phases import FeatureMemory, Part, Phase, gib
 
@@ -124,7 +124,10 @@ class Plan:
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
         self.buckets = 2 if zero.get("overlap_comm") and self.stage < 3 else 1
         self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
-        self.offloads = config.engine.offload_optimizer
+        self.offloads = config.engine.offload_optimizer is True
+        self.parks = self.gpu and config.engine.offload_optimizer == "between_steps"
+        self.can_park = self.gpu and self.stage > 1 and not config.engine.offload_optimizer
+        """Whether optimizer states are on the GPU and could leave it between steps."""
         self.pins = self.gpu and zero.get("offload_optimizer", {}).get("pin_memory", True)
         self.sub_group = int(float(zero.get("sub_group_size", 0))) or _SUB_GROUP
         groups = self.batch.prompts_per_rank - (-config.rollout.carried_groups // self.ranks)
@@ -195,7 +198,7 @@ class Plan:
         the reference and the sampler are left out: they keep nothing for a backward pass, so they need less memory."""
         kept = [self.gathered(), self.graphs(), self.cache()] if self.keeps else []
         fixed, micro = [*self.fixed(), *kept], self.sizes.training
-        gradients, reduction = self.gradients(), self.reduction()
+        gradients, reduction = optimizer.gradients(self), optimizer.reduction(self)
         held = int((1 if self.gpu else _CPU_HEAP) * micro.kept)
         activations = Part("activations", held, remedies.smaller_micro_batches(self))
         freed = [] if self.gpu else [activations]
@@ -219,7 +222,7 @@ class Plan:
             "loss": [*training, Part("LM head", micro.head, remedies.smaller_micro_batches(self, recomputed=True))],
             "backward": [*training, Part("one layer", layer, remedies.smaller_micro_batches(self, recomputed=True))],
             "reduction": [*updating, reduction],
-            "optimizer step": [*updating, self.stepping()],
+            "optimizer step": [*updating, *optimizer.stepping(self)],
             # A GPU's weights are copied to the host and written from there.
             "export": [*gathered, *([] if self.gpu else [self.export])],
         }
@@ -228,7 +231,7 @@ class Plan:
     @property
     def host(self) -> Phase:
         """What a rank with a GPU has in host memory."""
-        states = self.states() if self.offloads else []
+        states = optimizer.states(self) if self.offloads else optimizer.parked(self) if self.parks else []
         # They are read tensor by tensor, into pinned memory that torch keeps. Those that are trained move into one.
         pinned = int(self.sizes.padded * (1 / self.ranks + self.second))
         hosted = self.dtype * pinned + power_of_two(self.dtype * self.owned)
@@ -252,9 +255,9 @@ class Plan:
         ]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
-            return [*runtime, *parts, *([] if self.offloads else self.states())]
+            return [*runtime, *parts, *([] if self.offloads or self.parks else optimizer.states(self))]
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
-        return [self.process, *parts, *on_host, *self.states(), self.reference()]
+        return [self.process, *parts, *on_host, *optimizer.states(self), self.reference()]
 
     def four_bits(self, *, on_host: bool | None = None) -> Part:
         """Return the packed weights; if asked, those that wait on this side while decoding has them in full."""
@@ -275,46 +278,6 @@ class Plan:
     def reward_models(self, on_host: bool) -> Part:
         weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
         return Part("reward models", weights, "zero_stage 3 in kwargs of rewards")
-
-    def states(self) -> list[Part]:
-        """Return Adam's states; with offloading, also the gradients that it reads and the weights it copies back."""
-        # Stages 1 and 2 clone their partition in any type, 0 has no masters, and 3 steps float32 weights in place.
-        clones = self.stage in (1, 2) or self.offloads or (self.stage == 3 and self.dtype == 2)
-        masters, moments, offloaded = 4 * self.owned if clones else 0, 8 * self.owned, 0
-        if self.offloads and self.stage == 3:
-            starts = range(0, self.owned, self.sub_group)
-            offloaded = self.pinned(4 * self.owned, *(4 * min(self.sub_group, self.owned - start) for start in starts))
-        elif self.offloads:
-            masters, in_type = self.pinned(masters), (self.dtype * self.owned, self.dtype * self.sizes.largest)
-            # Float32 gradients of several micro-batches add up in tensors of their own.
-            offloaded = self.pinned(4 * self.owned, *in_type) + (4 * self.owned if self.dtype == 4 else 0)
-        sizes = {"float32 masters": masters, "Adam's moments": moments, "offloaded gradients": offloaded}
-        return [Part(name, size, remedies.fewer_states(self)) for name, size in sizes.items()]
-
-    def pinned(self, *sizes: int) -> int:
-        """Return the bytes that allocations of an offloaded optimizer take, of which DeepSpeed pins these on a GPU."""
-        return sum(map(power_of_two, sizes)) if self.pins else sum(sizes)
-
-    def gradients(self) -> Part:
-        """Return the gradients that exist from the first backward pass to the optimizer step."""
-        # torch.empty of the whole bucket: on a CPU, pages that are never written to take no memory.
-        bucket = self.bucket if self.gpu else min(self.t, self.bucket)
-        # Stage 0 has no bucket; stage 1 reduces what it has added up in float32.
-        staged = self.buckets * bucket * {0: 0, 1: 4}.get(self.stage, self.dtype)
-        staged += self.dtype * self.sizes.largest if self.offloads and self.stage < 3 else 0  # on its way to the host
-        # Stages 1 and 2 add up bfloat16 gradients on the device, wherever their optimizer is.
-        leaves = self.offloads and (self.stage == 3 or self.dtype == 4)
-        own, remedy = (0, remedies.smaller_buckets(self)) if leaves else (4 * self.owned, remedies.fewer_states(self))
-        return Part("gradients", staged + own, remedy)
-
-    def reduction(self) -> Part:
-        """Return the copies made while a bucket is reduced; stage 3 lays the shards of all ranks side by side."""
-        # A gradient that is larger than the bucket is reduced on its own.
-        elements = min(self.t, max(self.bucket, self.sizes.largest))
-        copies = self.dtype * elements if self.stage in (1, 3) else 0
-        # Stage 3 sums bfloat16 and keeps float32.
-        own = 4 * elements // self.ranks if self.stage == 3 and self.dtype == 2 else 0
-        return Part("reduction", copies + own, remedies.smaller_buckets(self))
 
     def gathered(self) -> Part:
         """Return the weights that `View` gathers: all, those with adapters, or on a GPU queries, keys and values."""
@@ -391,10 +354,3 @@ class Plan:
         choosing = self.choosing()
         remedy = remedies.shorter_prefills(tokens) if prefill > choosing else remedies.fewer_slots(self)
         return Part("decoding", max(prefill, choosing), remedy)
-
-    def stepping(self) -> Part:
-        """Return what an optimizer step adds: gradients in one float32 tensor."""
-        # Stages 1 and 2 have already added up bfloat16 gradients in one float32 tensor.
-        whole = min(self.t, self.bucket) if self.stage == 0 else self.owned
-        flat = 0 if self.stage in (1, 2) and self.dtype == 2 else 4 * whole
-        return Part("step", 0 if self.gpu and self.offloads else flat, remedies.fewer_states(self))

@@ -55,6 +55,8 @@ def fewer_weights(plan: Plan) -> str:
 def fewer_states(plan: Plan) -> str:
     """Return what makes the optimizer's part of a rank's memory smaller."""
     move = "engine.offload_optimizer true, " if plan.gpu and plan.stage else ""
+    if plan.can_park:
+        move = f"engine.offload_optimizer between_steps, {move}"
     if plan.offloads:
         move = "engine.zero_stage 3, " if plan.stage < 3 else ""  # gradients leave the GPU too
     return f"{move}{more_shards(plan, 1)}" + ("" if plan.config.lora.rank else ", lora.rank 16")

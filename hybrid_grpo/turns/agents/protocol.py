@@ -4,8 +4,6 @@ A request may not change how tokens are drawn, since the policy learns from them
 run, and a request that asks for others is refused.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -5,8 +5,6 @@ which reads only what is new. Any other request, after a compaction or by a sub-
 pages of whatever begins alike. The sequences of an episode are the histories of one completion, with one reward.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys

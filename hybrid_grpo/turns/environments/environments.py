@@ -1,8 +1,6 @@
 """The environments of a run as a partner: one instance of the user's class per completion, in worker processes; and the
 rewards that they give, in addition to those of functions."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import threading

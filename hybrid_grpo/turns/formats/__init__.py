@@ -7,8 +7,6 @@
 Readers follow the chat templates of their models, and the tests of vLLM's parsers (its tests/tool_parsers).
 """
 
-from __future__ import annotations
-
 from hybrid_grpo.turns.calls import Format
 from hybrid_grpo.turns.formats.json_calls import deepseek_v3, granite, hermes, kimi_k2, llama3, mistral, phi4_mini
 from hybrid_grpo.turns.formats.literals import gemma4, lfm2, olmo3, pythonic

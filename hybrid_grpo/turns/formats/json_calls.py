@@ -1,7 +1,5 @@
 """Calls that are JSON between tags, such as {"name": ..., "arguments": {...}}, or whose arguments are JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Calls that are written as in Python, f(a=1, b=['c']), or with Gemma's own values."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

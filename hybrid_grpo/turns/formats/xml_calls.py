@@ -1,7 +1,5 @@
 """Calls whose arguments are text inside tags; their types come from the tools' JSON schemas."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

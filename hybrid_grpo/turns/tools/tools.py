@@ -1,7 +1,5 @@
 """The tools of a run as a partner: functions in worker processes, and methods of environments."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Programs of tests/run/test_guests.py: steps with guests, on one rank and on two; see rank_programs.py."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Guests: what their files must hold, which completions a group is given, and steps with them on ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The loss of groups that the policy shares with guests, against its definition in float64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs of test_teacher.py: steps with a teacher, on one rank and on two; see rank_programs.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Divergences from hidden states, against their definitions by autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A teacher beside the policy: what it tells, the same steps on one rank and on two, and the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The gradient of distillation is that of the divergence: everything that can be sampled is enumerated."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that diverges is reported, and stopped while it still has good checkpoints; on all ranks alike."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """What is published of a run: the model, its card, and nothing that strangers should not see."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Reward models: the score of transformers' forward on a text alone, whatever the batch, the padding and the rank."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

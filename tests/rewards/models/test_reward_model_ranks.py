@@ -1,7 +1,5 @@
 """A reward model that is sharded over ranks, and one on each of them, in the same run: the same rewards."""
 
-from __future__ import annotations
-
 import pytest
 from launching import make_task, ranks
 from reward_models import make_reward_model

@@ -13,7 +13,7 @@ from memory_plans import CPU, GPU, SIZES, N, parts, recipe
 from transformers import Qwen2Config
 
 from hybrid_grpo.commands import plan as command
-from hybrid_grpo.commands.memory.search import changed, changes, chosen, sufficient
+from hybrid_grpo.commands.memory.search import changed, changes, chosen, sufficient, with_settings
 from hybrid_grpo.commands.memory.shortage import shortage
 from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import BatchPlan, EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
@@ -28,6 +28,7 @@ from hybrid_grpo.model.logprobs import TILE_COLUMNS
 from hybrid_grpo.run.memory import plan as plans
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import Footprint, NeedsData, Sizes, measure
+from hybrid_grpo.run.memory.optimizer import gradients
 from hybrid_grpo.run.memory.phases import Part
 from hybrid_grpo.run.memory.plan import KEPT_BELOW, NCCL_BYTES, Plan
 
@@ -238,6 +239,24 @@ def test_offloaded_states_and_the_reference_are_in_host_memory():
     assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}
 
 
+def test_states_between_steps_leave_their_memory_to_rollouts_and_training():
+    config = recipe(rollout=RolloutConfig(prompts_per_step=32, num_generations=8, max_completion_tokens=8192))
+    small = replace(GPU, device_bytes=16 << 30)
+    plain = Plan(config, SIZES, batch_plan(config, 2), 512, small)
+    parked = with_settings(plain, {"engine.offload_optimizer": "between_steps"})
+    assert parked is not None and parked.lacking is None and parked.sequences > plain.sequences
+    assert f"tokens at once; {parked.sequences} with engine.offload_optimizer between_steps" in "\n".join(lines(plain))
+    owned = N // 2
+    for phase in parked.phases:
+        states = {part.name: part.bytes for part in phase.parts if part.name in ("float32 masters", "Adam's moments")}
+        away = {"float32 masters": 4 * owned, "Adam's moments": 8 * owned}
+        assert states == (away if phase.name == "optimizer step" else {})
+    # Pinned: 0.99 GB take 2^30 bytes.
+    host = {part.name: part.bytes for part in parked.host.parts}
+    assert (host["float32 masters"], host["Adam's moments"]) == (1 << 30, 2 << 30)
+    assert "at once; " not in "\n".join(lines(parked))
+
+
 def test_pinned_memory_is_a_power_of_two():
     """3B took 17.2 GB for its masters, of 12.3 planned; at stage 2, bfloat16 gradients stay until the step."""
     count, zero = 3_085_938_688, "zero_optimization"
@@ -247,7 +266,7 @@ def test_pinned_memory_is_a_power_of_two():
         engine = EngineConfig(zero_stage=stage, offload_optimizer=True, deepspeed={zero: more})
         config = replace(recipe(), engine=engine)
         made = Plan(config, sizes, batch_plan(config, 1), 512, GPU)
-        return {part.name: part.bytes for part in made.host.parts}, made.gradients()
+        return {part.name: part.bytes for part in made.host.parts}, gradients(made)
 
     of_tensor, bucket = 2 * SIZES.largest, 2 * 500_000_000
     seen, on_gpu = host(2)
@@ -305,7 +324,7 @@ def test_a_run_that_clearly_does_not_fit_is_refused_by_name(monkeypatch, capsys)
         on(need / 1.2)
     assert "\n" not in str(error.value)
     assert str(error.value).endswith("it fits with engine.offload_optimizer true")
-    with pytest.raises(UserError, match=r"are usable .*; ways out: engine.offload_optimizer true, more ranks"):
+    with pytest.raises(UserError, match=r"are usable .*; ways out: engine.offload_optimizer between_steps, "):
         on(need / 12)
     small = Plan(config, SIZES, batch, 512, replace(GPU, device_bytes=int(need / 12)))
     monkeypatch.setattr(command, "_of_shapes", lambda *_: small)

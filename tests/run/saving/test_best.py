@@ -1,7 +1,5 @@
 """The best weights of a run, and a run that ends because it gets no better."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

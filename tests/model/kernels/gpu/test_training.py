@@ -11,7 +11,7 @@ from gpu_kernels import DEVICE, DTYPES, assert_within, cases, random
 from hybrid_grpo.model.kernels.gpu import norm
 from hybrid_grpo.model.kernels.gpu.gate import SiluTimes, silu_times
 from hybrid_grpo.model.kernels.gpu.norm import AddNorm, Formula
-from hybrid_grpo.model.kernels.gpu.rotary import Rotate
+from hybrid_grpo.model.kernels.gpu.rotation import Rotate
 from hybrid_grpo.model.layers import rms_norm, rotated
 
 CASES = cases(20)
