@@ -82,7 +82,8 @@ def smallest(plan: Plan) -> Iterator[Plan]:
     base = with_settings(plan, named([*small, "rollout.max_slots 8", "rollout.prefill_tokens 512"]))
     assert base is not None
     choices = (
-        *((None, "engine.offload_optimizer true"), (None, "engine.zero_stage 1", "engine.zero_stage 2")),
+        (None, "engine.offload_optimizer between_steps", "engine.offload_optimizer true"),
+        (None, "engine.zero_stage 1", "engine.zero_stage 2"),
         *((None, f"{zero}.offload_param.device cpu"), (None, f"{zero}.reduce_bucket_size 10000000")),
         (None, f"{zero}.stage3_max_live_parameters {plan.sizes.largest}"),
         (None, "lora.merge false") if plan.config.lora.rank else (None,),

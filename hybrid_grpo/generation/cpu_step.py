@@ -18,48 +18,30 @@ _ROWS = 256
 """Tokens that are read at a time."""
 
 
-def _pointers(names: str) -> list[tuple[str, Any]]:
-    return [(name, ctypes.c_void_p) for name in names.split()]
+class _Matrix(ctypes.Structure):
+    """`struct matrix` of decoding.c."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("w", "scales", "code")]
 
 
-def _integers(names: str) -> list[tuple[str, Any]]:
-    return [(name, ctypes.c_int64) for name in names.split()]
+def _struct(pointers: str, integers: str = "", floats: str = "", matrices: str = "") -> Any:
+    """Return a `struct` of decoding.c, given the names of its fields in their order."""
+    kinds = (matrices, _Matrix), (pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (floats, ctypes.c_float)
+    fields = [(name, kind) for names, kind in kinds for name in names.split()]
+    return type("Struct", (ctypes.Structure,), {"_fields_": fields})
 
 
-class _DeltaNet(ctypes.Structure):
-    """`struct delta_net` of decoding.c."""
-
-    _fields_ = _pointers("qkv z b a conv conv_bias dt_bias log_rate norm out conv_state state")
-
-
-class _Adapter(ctypes.Structure):
-    """`struct adapter` of decoding.c."""
-
-    _fields_ = [*_pointers("down up"), *_integers("rank"), *_pointers("low")]
-
-
-class _Layer(ctypes.Structure):
-    """`struct layer` of decoding.c."""
-
-    _fields_ = [
-        *_pointers("norm q q_bias k k_bias v v_bias q_norm k_norm o o_bias mlp_norm gate up down keys values delta"),
-        *_pointers("adapters"),
-        *_integers("window"),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    ]
-
-
-class _Model(ctypes.Structure):
-    """`struct model` of decoding.c."""
-
-    _fields_ = [
-        *_pointers("embedding norm head head_bias layers packed"),
-        *_integers("count vocabulary hidden heads kv d inner page rotated gated"),
-        *_integers("delta_heads delta_key_heads dk dv kernel half ranks"),
-        ("epsilon", ctypes.c_float),
-        ("offset", ctypes.c_float),
-    ]
+_DeltaNet = _struct("qkv z b a conv conv_bias dt_bias log_rate norm out conv_state state")
+_Adapter = _struct("down up low", "rank")
+_Layer = _struct(
+    "norm q_bias k_bias v_bias q_norm k_norm o_bias mlp_norm keys values delta adapters", "window", "scale softcap",
+    matrices="q k v o gate up down",
+)  # fmt: skip
+_Model = _struct(
+    "embedding norm head head_bias layers packed",
+    "count vocabulary hidden heads kv d inner page rotated gated delta_heads delta_key_heads dk dv kernel half ranks",
+    "epsilon offset",
+)
 
 
 class CpuStep:
@@ -68,7 +50,7 @@ class CpuStep:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         base, head = text_of(model), model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
-        self._deltas: list[_DeltaNet] = []
+        self._deltas: list[Any] = []
         self._adapters: list[Any] = []
         self._tensors: list[Tensor | None] = []
         """What the kernel reads: float32, as copies where the model is in bfloat16, whose matrices stay as they are."""
@@ -101,7 +83,7 @@ class CpuStep:
         """Words of the widest input that the kernel packs (for AMX in tiles, which take a multiple of 16 rows)."""
         self._memory = torch.empty(0)
 
-    def _delta_layer(self, layer: Any, at: int) -> _Layer:
+    def _delta_layer(self, layer: Any, at: int) -> Any:
         net, states = layer.linear_attn, self._cache.states
         self._deltas.append(
             _DeltaNet(
@@ -110,23 +92,36 @@ class CpuStep:
                 *self._at(net.out_proj.weight, states.of("conv", at, 0), states.of("recurrent", at, 0)),
             )
         )
-        mlp_norm, gate, up, down = self._at(*mlp_weights(layer))
-        norm, delta = layer.input_layernorm.weight.data_ptr(), ctypes.addressof(self._deltas[-1])
+        norm, mlp_norm = self._at(layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+        gate, up, down = (self._matrix(linear) for linear in mlp_layers(layer))
+        delta = ctypes.addressof(self._deltas[-1])
         return _Layer(norm=norm, mlp_norm=mlp_norm, gate=gate, up=up, down=down, delta=delta)
 
-    def _attention_layer(self, layer: Any, keys: Tensor, values: Tensor, options: Options) -> _Layer:
-        attention, mlp, adapters = layer.self_attn, layer.mlp, (_Adapter * 7)()
-        every = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        for index, linear in enumerate((*every, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+    def _attention_layer(self, layer: Any, keys: Tensor, values: Tensor, options: Options) -> Any:
+        linears, adapters = (*attention_layers(layer), *mlp_layers(layer)), (_Adapter * 7)()
+        for index, linear in enumerate(linears):
             if hasattr(linear, "base_layer"):
                 own = Adapter.of(linear)
                 down, up = self._at(own.down.float(), own.scale * own.up.float().T.contiguous())
-                adapters[index] = _Adapter(down, up, len(own.down))
+                adapters[index] = _Adapter(down, up, None, len(own.down))
         self._adapters.append(adapters)
         # Without any the threads need not meet for them.
         place = ctypes.addressof(adapters) if any(adapter.rank for adapter in adapters) else None
-        addresses = self._at(*weights(layer), keys, values)
-        return _Layer(*addresses, None, place, options.window, options.scale, options.softcap)
+        q, k, v, o, *_ = linears
+        norms = (getattr(getattr(layer.self_attn, name, None), "weight", None) for name in ("q_norm", "k_norm"))
+        before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        addresses = self._at(before, q.bias, k.bias, v.bias, *norms, o.bias, after, keys, values)
+        matrices, scores = map(self._matrix, linears), (options.window, options.scale, options.softcap)
+        return _Layer(*matrices, *addresses, None, place, *scores)
+
+    def _matrix(self, linear: Any) -> _Matrix:
+        weight = getattr(linear, "base_layer", linear).weight
+        if (form := getattr(weight, "quant_state", None)) is None:
+            return _Matrix(*self._at(weight))
+        from bitsandbytes.functional import dequantize_blockwise
+
+        scales = dequantize_blockwise(form.absmax, form.state2).float() + form.offset
+        return _Matrix(*self._at(weight, scales, form.code))
 
     def _at(self, *tensors: Tensor | None) -> list[int | None]:
         self._tensors += [t.float() if t is not None and t.dim() == 1 else t for t in tensors]
@@ -195,20 +190,13 @@ def fitting(model: Any, cache: PagedCache) -> bool:
     return fits(attention.o_proj.in_features // d // kv, cache.page, d) and max(widths, default=0) <= WIDEST
 
 
-def weights(layer: Any) -> tuple[Tensor | None, ...]:
-    """Return the weights of a layer with attention in the order of `struct layer`."""
+def attention_layers(layer: Any) -> tuple[Any, ...]:
     attention = layer.self_attn
-    q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-    return (
-        *(layer.input_layernorm.weight, q.weight, q.bias, k.weight, k.bias, v.weight, v.bias),
-        *(getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")),
-        *(o.weight, o.bias, *mlp_weights(layer)),
-    )
+    return attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
 
 
-def mlp_weights(layer: Any) -> tuple[Tensor, ...]:
-    mlp = layer.mlp
-    return layer.post_attention_layernorm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+def mlp_layers(layer: Any) -> tuple[Any, ...]:
+    return layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
 
 
 def _delta_sizes(net: Any) -> tuple[int, ...]:

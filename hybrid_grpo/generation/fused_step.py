@@ -5,7 +5,7 @@ than listed: a model with exactly the parts of such a model decodes a few tokens
 only if the logits agree. Prefills use the model's own forward, except for short texts on a CPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
-from hybrid_grpo.generation.cpu_step import CpuStep, fitting, has_delta, is_gated, mlp_weights, weights
+from hybrid_grpo.generation.cpu_step import CpuStep, attention_layers, fitting, has_delta, is_gated, mlp_layers
 from hybrid_grpo.generation.gpu_step import GpuStep, can_read
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.kernels.decoding import epsilon_of
-from hybrid_grpo.model.lora import Adapter
+from hybrid_grpo.model.lora import Adapter, reads_packed
 from hybrid_grpo.model.towers import text_of
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -56,7 +56,7 @@ _agreed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
     """Return the fused decode step of a model with unsharded weights; None if the model cannot use one."""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.dtype != torch.uint8]
     on_gpu = gpu.usable(*parameters)
     half = on_gpu or usable(*parameters, dtype=torch.bfloat16)
     if not (half or usable(*parameters)) or not _looks_right(model, cache, on_gpu):
@@ -91,8 +91,8 @@ def _looks_right(model: Any, cache: PagedCache, on_gpu: bool) -> bool:
         type(base.embed_tokens) is nn.Embedding
         # Some have a type of rotary embedding for each kind of layer.
         and str(getattr(base.rotary_emb, "rope_type", None)) in _ROPE
-        and len({tuple(None if w is None else w.shape for w in weights(layer)) for layer in with_attention}) == 1
-        and len({tuple(w.shape for w in mlp_weights(layer)) for layer in layers}) == 1
+        and len({_shapes(attention_layers(layer)) for layer in with_attention}) == 1
+        and len({_shapes(mlp_layers(layer)) for layer in layers}) == 1
         and all(pool.shape[2:] == (kv, d) for pool in cache.keys + cache.values)
         and len(cache.keys) == len(with_attention)
         and with_attention[0].self_attn.head_dim == d
@@ -107,7 +107,7 @@ def _layer_looks_right(layer: Any, norm: Any, on_gpu: bool) -> bool:
     mixer = _DELTA if has_delta(layer) else _ATTENTION
     return (
         parts.keys() - _HEAD_NORMS == _MLP | mixer
-        and all(type(linear) is nn.Linear or _can_read(linear, on_gpu) for linear in linears)
+        and all(type(linear) is nn.Linear or (not has_delta(layer) and _can_read(linear, on_gpu)) for linear in linears)
         and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
         and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
         and (has_delta(layer) or hasattr(layer.self_attn, "head_dim"))
@@ -118,7 +118,12 @@ def _layer_looks_right(layer: Any, norm: Any, on_gpu: bool) -> bool:
 
 
 def _can_read(linear: Any, on_gpu: bool) -> bool:
-    return can_read(linear) if on_gpu else type(getattr(linear, "base_layer", None)) is nn.Linear
+    base = getattr(linear, "base_layer", linear)
+    return can_read(linear) if on_gpu else type(base) is nn.Linear or reads_packed(base)
+
+
+def _shapes(linears: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((linear.in_features, linear.out_features) for linear in linears)
 
 
 def _is_llama(model: Any) -> bool:

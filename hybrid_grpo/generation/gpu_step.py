@@ -17,7 +17,7 @@ from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.paged_attention import DecodeStep
 from hybrid_grpo.model.gathered_weights import joined
 from hybrid_grpo.model.kernels import gpu
-from hybrid_grpo.model.lora import Adapter
+from hybrid_grpo.model.lora import Adapter, reads_packed
 from hybrid_grpo.model.towers import text_of
 
 
@@ -141,12 +141,9 @@ def can_read(module: Any) -> bool:
         down = Adapter.of(module).down
         if down.dtype == half or len(down) > gpu.products.MOST_RANK // (down.itemsize // 2) ** 2:
             return False
-    state = getattr(getattr(linear, "weight", None), "quant_state", None)
-    if state is None:
-        return type(linear) is nn.Linear and linear.weight.dtype != half
-    aligned = state.blocksize == gpu.products.BLOCK and linear.in_features % state.blocksize == 0
-    as_read = state.nested and state.state2.blocksize == 256 and linear.weight.dtype == torch.uint8
-    return bool(aligned and as_read and state.dtype != half)
+    if type(linear) is nn.Linear:
+        return linear.weight.dtype != half
+    return reads_packed(linear) and linear.weight.quant_state.dtype != half
 
 
 def _linear_of(module: Any) -> Any:

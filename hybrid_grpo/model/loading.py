@@ -125,7 +125,7 @@ def _check_packed(model: Any) -> None:
     # In evaluation, bitsandbytes would lay weights out anew on a CPU.
     model.train().set_attn_implementation("eager")
     try:
-        model(torch.zeros(1, 2, dtype=torch.long, device=model.device))
+        model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     except RuntimeError as error:
         why = f"it reads weights of linear layers itself ({first_line(error)})"
     model.set_attn_implementation(attention)

@@ -57,6 +57,16 @@ class Adapter:
         return torch.addmm(weight, up, down, alpha=self.scale, out=out)
 
 
+def reads_packed(linear: Any) -> bool:
+    """Whether kernels read the weight of a layer of bitsandbytes: rows of whole blocks, whose scales are packed too."""
+    weight: Any = getattr(linear, "weight", None)
+    form = getattr(weight, "quant_state", None)
+    if form is None or weight.dtype != torch.uint8 or getattr(form, "packing_format_for_cpu", False):
+        return False
+    blocks = form.blocksize == 64 and linear.in_features % 64 == 0
+    return bool(blocks and form.nested and form.state2.blocksize == 256)
+
+
 class Adapters:
     """Injects adapters into a transformers model, sharded or not, and freezes everything else.
 

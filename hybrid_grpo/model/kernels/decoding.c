@@ -31,19 +31,31 @@ static void wide_columns(float *out, const float *x, const float *w, const float
     }
 }
 
-static void columns(float *out, const struct input *in, const void *w, const float *bias, int64_t n, int64_t first,
+/* Weights w[n][k]: floats; halves, where the input is `half`; or, if there are scales, numbers in four bits. */
+struct matrix {
+    const void *w;
+    const float *scales, *code;
+};
+
+static void columns(float *out, const struct input *in, struct matrix w, const float *bias, int64_t n, int64_t first,
                     int64_t end)
 {
     const int64_t m = in->m, k = in->k;
-    if (!in->half)
-        wide_columns(out, in->x, w, bias, m, n, k, first, end);
-    else if (in->packed && end - first == 2 * SIDE)
-        half_columns(out + first, in->packed, (const half *)w + first * k, bias ? bias + first : 0, m, n, k);
-    else
+    if (!in->half && !w.scales)
+        wide_columns(out, in->x, w.w, bias, m, n, k, first, end);
+    else if (in->packed && end - first == 2 * SIDE && (!w.scales || k <= MOST_UNPACKED)) {
+        half own[w.scales ? 2 * SIDE * k : 1];
+        if (w.scales)
+            unpack(own, w.w, w.scales, w.code, first * k, 2 * SIDE * k);
+        half_columns(out + first, in->packed, w.scales ? own : (const half *)w.w + first * k, bias ? bias + first : 0, m, n, k);
+    } else
         for (int64_t c = first; c < end; c += 4) {
             const int64_t count = end - c < 4 ? end - c : 4;
             float wide[4 * k];
-            widen(wide, (const half *)w + c * k, count * k);
+            if (w.scales)
+                unpack_wide(wide, w.w, w.scales, w.code, c * k, count * k, in->half);
+            else
+                widen(wide, (const half *)w.w + c * k, count * k);
             wide_columns(out + c, in->x, wide, bias ? bias + c : 0, m, n, k, 0, count);
         }
 }
@@ -57,14 +69,14 @@ static void columns(float *out, const struct input *in, const void *w, const flo
  * way of low[m][rank], which `team_lower` computes. A rank of 0 is none. */
 struct adapter {
     const float *down, *up;
-    int64_t rank;
     float *low;
+    int64_t rank;
 };
 
 /* A matrix product with the same input as others: out[m][n] from w[n][k] and bias[n], and maybe an adapter. */
 struct product {
     float *out;
-    const void *w;
+    struct matrix w;
     const float *bias;
     int64_t n;
     const struct adapter *adapter;
@@ -122,7 +134,7 @@ static void team_lower(struct adapter *own, const struct adapter *adapters, int6
 }
 
 /* x[m][n] += in[m][k] w[n][k]^T + bias[n], by way of t[m][n]; with what an adapter adds. */
-static void team_add_product(float *x, float *t, struct input in, const void *w, const float *bias, int64_t n,
+static void team_add_product(float *x, float *t, struct input in, struct matrix w, const float *bias, int64_t n,
                              const struct adapter *adapter, float *low)
 {
     const int64_t width = STRIP(&in);
@@ -141,7 +153,7 @@ static void team_add_product(float *x, float *t, struct input in, const void *w,
 
 /* gate[m][n] = silu(x w_gate^T) * (x w_up^T), by way of up[m][n] (Shazeer, arXiv:2002.05202, equation 6); with what
  * their adapters add. */
-static void team_gated(float *gate, float *up, struct input in, const void *w_gate, const void *w_up, int64_t n,
+static void team_gated(float *gate, float *up, struct input in, struct matrix w_gate, struct matrix w_up, int64_t n,
                        const struct adapter *adapters, float *low)
 {
     const int64_t width = STRIP(&in);
@@ -163,7 +175,7 @@ static void team_gated(float *gate, float *up, struct input in, const void *w_ga
 /* out[m][n] = x[m][k] w[n][k]^T + bias[n]. */
 void linear(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k)
 {
-    const struct product product = {out, w, bias, n, 0};
+    const struct product product = {out, {w}, bias, n, 0};
     const struct input in = {x, m, k, 0, 0};
     #pragma omp parallel if (m * n * k > 1 << 15)
     team_products(&product, 1, &in);
@@ -362,14 +374,9 @@ struct delta_net {
     float *conv_state, *state;
 };
 
-/* Pairs are a matrix and its bias. */
 struct layer {
-    const float *norm;
-    const void *q, *q_bias, *k, *k_bias, *v, *v_bias;
-    const float *q_norm, *k_norm;
-    const void *o, *o_bias;
-    const float *mlp_norm;
-    const void *gate, *up, *down;
+    struct matrix q, k, v, o, gate, up, down;
+    const float *norm, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o_bias, *mlp_norm;
     void *keys, *values;
     const struct delta_net *delta; /* in place of the attention, or null */
     const struct adapter *adapters; /* of q, k, v, o, gate, up and down, or null */
@@ -456,8 +463,8 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
     const int64_t mixed = 2 * keys + values;
     float *qkv = work, *shifted = qkv + n * mixed, *z = shifted + n * mixed, *out = z + n * values;
     float *b = out + n * values, *a = b + n * heads;
-    const struct product products[] = {{qkv, l->qkv, 0, mixed, 0}, {z, l->z, 0, values, 0}, {b, l->b, 0, heads, 0},
-                                       {a, l->a, 0, heads, 0}};
+    const struct product products[] = {{qkv, {l->qkv}, 0, mixed, 0}, {z, {l->z}, 0, values, 0}, {b, {l->b}, 0, heads, 0},
+                                       {a, {l->a}, 0, heads, 0}};
     const struct input in = team_input(m, t, n, m->hidden);
     team_products(products, 4, &in);
     #pragma omp for schedule(static)
@@ -516,7 +523,8 @@ void decode(const struct model *given, float *logits, float *work, const int64_t
             const float *out;
             if (l->delta) {
                 out = team_delta(m, l->delta, mixer, t, n);
-                team_add_product(x, t, team_input(m, out, n, m->delta_heads * m->dv), l->delta->out, 0, hidden, 0, low);
+                team_add_product(x, t, team_input(m, out, n, m->delta_heads * m->dv), (struct matrix){l->delta->out}, 0,
+                                 hidden, 0, low);
             } else {
                 out = team_attention(m, l, mixer, low, t, rope, table, position, n, width, begin, entry,
                                      !logits && i == m->count - 1);
@@ -531,7 +539,7 @@ void decode(const struct model *given, float *logits, float *work, const int64_t
         }
         if (logits) {
             team_rms_norm(t, x, m->norm, m->offset, m->epsilon, n, hidden);
-            const struct product head = {logits, m->head, m->head_bias, m->vocabulary, 0};
+            const struct product head = {logits, {m->head}, m->head_bias, m->vocabulary, 0};
             const struct input in = team_input(m, t, n, hidden);
             team_products(&head, 1, &in);
         }

@@ -167,3 +167,63 @@ static void half_columns(float *out, const word *packed, const half *w, const fl
 static void begin_tiles(const word *packed) {}
 static void end_tiles(const word *packed) {}
 #endif
+
+/* Numbers in four bits, the first of two in the upper ones: code[16] times the scale of each FOUR_BITS (NF4: Dettmers et
+ * al., arXiv:2305.14314, section 3). */
+#define FOUR_BITS 64
+/* Longest rows of a matrix of which a strip of columns is unpacked at once, on the stack. */
+#define MOST_UNPACKED (1 << 14)
+
+typedef uint8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
+typedef half halves __attribute__((vector_size(16), aligned(1), may_alias));
+
+/* out[n], rounded, from the numbers from `first` on; both are multiples of FOUR_BITS. */
+static void unpack(half *out, const uint8_t *codes, const float *scales, const float *code, int64_t first, int64_t n)
+{
+    for (int64_t at = first; at < first + n; at += FOUR_BITS) {
+        float wide[16];
+        half table[16];
+        for (int64_t i = 0; i < 16; i++)
+            wide[i] = code[i] * scales[at / FOUR_BITS];
+        narrow(table, wide, 16);
+#ifdef __clang__
+        for (int64_t i = 0; i < FOUR_BITS / 2; i++, out += 2) {
+            out[0] = table[codes[at / 2 + i] >> 4];
+            out[1] = table[codes[at / 2 + i] & 15];
+        }
+#else
+        bytes low, high; /* of the table's halves */
+        for (int64_t i = 0; i < 16; i++) {
+            low[i] = (uint8_t)table[i];
+            high[i] = (uint8_t)(table[i] >> 8);
+        }
+        const bytes left = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, right = left + 8;
+        for (int64_t i = 0; i < FOUR_BITS / 2; i += 16, out += 32) {
+            const bytes two = *(const bytes *)(codes + at / 2 + i), one = two >> 4, other = two & 15;
+            const bytes a = __builtin_shuffle(low, one), b = __builtin_shuffle(high, one);
+            const bytes c = __builtin_shuffle(low, other), d = __builtin_shuffle(high, other);
+            const halves ab[] = {(halves)__builtin_shuffle(a, b, left), (halves)__builtin_shuffle(a, b, right)};
+            const halves cd[] = {(halves)__builtin_shuffle(c, d, left), (halves)__builtin_shuffle(c, d, right)};
+            for (int64_t part = 0; part < 2; part++) {
+                *(halves *)(out + 16 * part) = __builtin_shuffle(ab[part], cd[part], (halves){0, 8, 1, 9, 2, 10, 3, 11});
+                *(halves *)(out + 16 * part + 8) = __builtin_shuffle(ab[part], cd[part], (halves){4, 12, 5, 13, 6, 14, 7, 15});
+            }
+        }
+#endif
+    }
+}
+
+/* The same as floats, rounded to halves or not. */
+static void unpack_wide(float *out, const uint8_t *codes, const float *scales, const float *code, int64_t first, int64_t n,
+                        int64_t rounds)
+{
+    half own[FOUR_BITS];
+    for (int64_t at = first; at < first + n; at += FOUR_BITS, out += FOUR_BITS) {
+        for (int64_t i = 0; i < FOUR_BITS && !rounds; i++)
+            out[i] = code[codes[(at + i) / 2] >> (i % 2 ? 0 : 4) & 15] * scales[at / FOUR_BITS];
+        if (rounds) {
+            unpack(own, codes, scales, code, at, FOUR_BITS);
+            widen(out, own, FOUR_BITS);
+        }
+    }
+}

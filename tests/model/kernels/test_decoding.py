@@ -9,15 +9,20 @@ import torch
 from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build, pair, tiny_config
 from torch import nn
 
+from hybrid_grpo.config import LoraConfig, PolicyConfig
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate
 from hybrid_grpo.generation.cache import Geometry, PagedCache, Rows, cached_forward
+from hybrid_grpo.generation.cpu_step import CpuStep
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
+from hybrid_grpo.model.loading import load_model
+from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.ragged_attention import Options
 
 needs_compiler = pytest.mark.skipif(kernels.load() is None, reason="needs a C compiler")
@@ -172,6 +177,33 @@ def test_a_step_in_bfloat16_is_that_of_its_weights_in_float32(architecture, hidd
             assert torch.equal(alone, found[-1][-1:]), "a row has the same result in any batch"
     for ours, exact in zip(found[:3], found[3:], strict=True):
         assert (ours - exact).square().mean().sqrt() < 0.02 * exact.std()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_weights_in_four_bits_are_multiplied_as_the_same_numbers_in_full(dtype, tmp_path):
+    """To the bit, in strips of 32 columns and in what is left of them; with adapters, which only some layers have."""
+    pytest.importorskip("bitsandbytes")
+    config = tiny_config("qwen2", 192)
+    build(config).save_pretrained(tmp_path)
+    settings = PolicyConfig(model=str(tmp_path), dtype=str(dtype).removeprefix("torch."))
+    full = load_model(settings, ATTENTION, four_bits=True).dequantize()
+    lora, logits = LoraConfig(rank=4, target_modules=["q_proj", "down_proj"]), []
+    for model in (load_model(settings, ATTENTION, four_bits=True), full):
+        adapters = Adapters(model, lora, seed=1)
+        for adapter in adapters.by_layer.values():
+            adapter.up.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+        view = View(model, meta_copy(model, ATTENTION), False, torch.device("cpu"), adapters.by_layer, merge=False)
+        view.gather()
+        cache = PagedCache(geometry_of(view.module), 8, 4, torch.device("cpu"), 7, 7)
+        step = fused_step(view.module, cache)
+        assert isinstance(step, CpuStep)
+        rows = Rows(
+            torch.arange(7), torch.arange(1, 8, dtype=torch.int32)[:, None], torch.zeros(7, dtype=torch.long), 1
+        )
+        logits.append(step(rows).clone())
+    assert torch.equal(*logits) and logits[0].std() > 0.1
 
 
 @needs_compiler
