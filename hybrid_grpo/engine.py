@@ -195,16 +195,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        source: nn.Module,
-        view: nn.Module,
-        config: dict[str, Any],
-        adapters: Mapping[str, Adapter] | None = None,
-        keep_view: bool = False,
-        merge: bool = True,
-        parks: bool = False,
-    ) -> None:
+        self, module: nn.Module, source: nn.Module, view: nn.Module, config: dict[str, Any],
+        adapters: Mapping[str, Adapter] | None = None, keep_view: bool = False, merge: bool = True, parks: bool = False,
+    ) -> None:  # fmt: skip
         if config["zero_optimization"]["stage"] == 3 and (layers := whole_layers(source)):
             for layer in layers:
                 deepspeed.utils.set_z3_leaf_module(layer, True)

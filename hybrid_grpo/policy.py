@@ -91,19 +91,11 @@ class Policy:
     _group: Any = None
 
     def __init__(
-        self,
-        policy: PolicyConfig,
-        engine: EngineConfig,
-        tokenizer: Any,
-        total_steps: int,
-        decoder: Literal["paged", "transformers"] = "paged",
-        lora: LoraConfig | None = None,
-        seed: int = 0,
-        workspace: Workspace | None = None,
-        album: ImageStore | None = None,
-        turns: Turns | None = None,
+        self, policy: PolicyConfig, engine: EngineConfig, tokenizer: Any, total_steps: int,
+        decoder: Literal["paged", "transformers"] = "paged", lora: LoraConfig | None = None, seed: int = 0,
+        workspace: Workspace | None = None, album: ImageStore | None = None, turns: Turns | None = None,
         journal: Journal | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
         self.optimizer_steps = self.skipped_steps = 0
         self.workspace, self.turns, self.journal, self._album = workspace, turns, journal, album

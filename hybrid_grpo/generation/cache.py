@@ -278,17 +278,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def cache_for(
-    geometry: Geometry,
-    page: int,
-    cache_gb: float | None,
-    device: torch.device,
-    prefill_tokens: int | None,
-    reserved: Callable[[int], int],
-    longest: list[int],
-    slots: int,
-    *,
-    waiting: bool = False,
-) -> PagedCache:
+    geometry: Geometry, page: int, cache_gb: float | None, device: torch.device, prefill_tokens: int | None,
+    reserved: Callable[[int], int], longest: list[int], slots: int, *, waiting: bool = False,
+) -> PagedCache:  # fmt: skip
     """Create a cache for the `slots` longest sequences at full length, or the largest one that memory allows.
 
     `longest` lists the maximum tokens of each sequence, prompt included, in descending order. On a GPU, room for a

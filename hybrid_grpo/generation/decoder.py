@@ -40,16 +40,9 @@ class Decoder:
     """Entries for which a sequence gets pages before it needs them, so that the table changes rarely."""
 
     def __init__(
-        self,
-        model: Any,
-        cache: PagedCache,
-        sampling: Sampling,
-        slots: int,
-        width: int,
-        capture: Capture | None = None,
-        *,
-        has_offsets: bool = False,
-    ) -> None:
+        self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None,
+        *, has_offsets: bool = False,
+    ) -> None:  # fmt: skip
         self.cache, self._model, self._device, self._capture = cache, model, cache.device, capture
         self._has_offsets = has_offsets
         self._fused: Any = fused_step(model, cache)

@@ -227,15 +227,9 @@ class _Loop:
 
 
 def _decoder(
-    model: Any,
-    sampling: Sampling,
-    callbacks: Callbacks,
-    longest: list[int],
-    slots: int,
-    prefill_tokens: int | None,
-    cache_gb: float | None,
-    workspace: Workspace | None,
-) -> Decoder:
+    model: Any, sampling: Sampling, callbacks: Callbacks, longest: list[int], slots: int, prefill_tokens: int | None,
+    cache_gb: float | None, workspace: Workspace | None,
+) -> Decoder:  # fmt: skip
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device, waiting = next(model.parameters()).device, callbacks.turns is not None
     has_offsets = callbacks.reading.has_offsets

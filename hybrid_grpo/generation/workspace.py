@@ -29,15 +29,9 @@ class Workspace:
         self._weights: list[int] = []
 
     def decoder(
-        self,
-        model: Any,
-        sampling: Sampling,
-        longest: int,
-        new_cache: Callable[[list[int], int], PagedCache],
-        capture: Capture,
-        *,
-        has_offsets: bool,
-    ) -> Decoder:
+        self, model: Any, sampling: Sampling, longest: int, new_cache: Callable[[list[int], int], PagedCache],
+        capture: Capture, *, has_offsets: bool,
+    ) -> Decoder:  # fmt: skip
         """Return the decoder for a call whose longest sequence has `longest` tokens, with all pages and slots free.
         `new_cache` makes a cache, given the lengths of the sequences and the number of slots; for `has_offsets`, the
         same in every call, see `Decoder`."""

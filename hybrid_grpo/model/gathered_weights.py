@@ -63,16 +63,10 @@ class View:
     """
 
     def __init__(
-        self,
-        source: nn.Module,
-        module: nn.Module,
-        sharded: bool,
-        device: torch.device,
-        adapters: Mapping[str, Adapter] | None = None,
-        keep: bool = False,
-        neighbors: bool | None = None,
+        self, source: nn.Module, module: nn.Module, sharded: bool, device: torch.device,
+        adapters: Mapping[str, Adapter] | None = None, keep: bool = False, neighbors: bool | None = None,
         merge: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.module, self._sharded, self._device, self.keeps = module, sharded, device, keep
         self._source, self._unmerged = source, None if merge else adapters or {}
         self._adapters = adapters or {} if merge else {}

@@ -16,9 +16,12 @@ from hybrid_grpo.model.kernels.attention import sink_gradient
 from hybrid_grpo.model.upload import on_gpu
 
 try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:  # absent, built for another torch, or a package of this name without it, as flash-attn-4 leaves
-    flash_attn_varlen_func = None
+    from flash_attn_interface import flash_attn_varlen_func  # FlashAttention 3, for Hopper
+except ImportError:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:  # absent, built for another torch, or without it, as flash-attn-4 leaves a package of this name
+        flash_attn_varlen_func = None
 
 
 class Options(NamedTuple):

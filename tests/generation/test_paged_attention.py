@@ -140,6 +140,8 @@ def test_flash_attn_is_taken_only_where_its_functions_are_there_and_right(monkey
     code = "import sys; sys.path.insert(0, sys.argv[1]); from hybrid_grpo.model import ragged_attention; "
     code += "assert ragged_attention.flash_attn_varlen_func is None"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
+    (tmp_path / "flash_attn_interface.py").write_text("flash_attn_varlen_func = 3")
+    subprocess.run([sys.executable, "-c", code.replace("is None", "== 3"), str(tmp_path)], cwd=ROOT, check=True)
 
     x = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
     gpu_attention.install(monkeypatch, flash=True)
