@@ -157,6 +157,7 @@ step=(python benchmarks/step.py --trl-python "$trl_python" "${step[@]}" --repeat
 part step_zero2 "${step[@]}" --sides hybrid-zero2 --json "$work/step_zero2.json"
 part step_zero3 "${step[@]}" --sides hybrid-zero3 --json "$work/step_zero3.json"
 part step_stored "${step[@]}" --sides hybrid-zero2 --policy.gradient_checkpointing false --json "$work/step_stored.json"
+part peers python benchmarks/gpu_profile.py peers ${toy:+--toy} --json "$work/peers.json"
 part ranks python benchmarks/gpu_ranks.py "$work/runs/ranks" ${toy:+--toy} --json "$work/ranks.json"
 # Most of the time of tests goes into compiling kernels, on one core.
 several=$(python -c 'import os, importlib.util as u
@@ -178,6 +179,8 @@ else
         part decode_$model python benchmarks/rollout.py --workload gpu_ragged --model $model --alone --repeats 2 \
             --engines hybrid,generate,generate_batch --json "$work/decode_$model.json"
     done
+    part decode_peers python benchmarks/rollout.py --workload nano_vllm --model qwen3-0.6b --alone --repeats 2 \
+        --engines hybrid,generate_batch --json "$work/decode_peers.json"
     if [[ $trl_python == "$TRL_ENV"/* ]]; then part trl_environment bash benchmarks/trl_env.sh "$TRL_ENV"; fi
 fi
 part trl "${step[@]}" --sides trl --repeats 1 --json "$work/trl.json"

@@ -43,6 +43,8 @@ class Sizes:
     """(sequences, entries before, new tokens of each)."""
     micro_batch: tuple[int, int, int]
     """(tokens of the prompt, completions, tokens of each)."""
+    peers: tuple[tuple[str, int, int, float], ...]
+    """(model, tokens of a sequence, rank of adapters or 0, published tokens a second); no model means `model`."""
 
 
 REAL = Sizes(
@@ -57,6 +59,11 @@ REAL = Sizes(
     ((256, 1024), (8, 32_768)),
     ((16, 0, 1024), (2, 0, 8192), (64, 1024, 64), (64, 1024, 256), (60, 1024, 272)),
     (512, 31, 512),
+    # prime-rl's trainer on an H100: FlashAttention 3, activations computed again, two sequences a step.
+    (
+        *(("Qwen3-0.6B", 16_384, 0, 11_896), ("Qwen3-0.6B", 65_536, 0, 10_147), ("Qwen3-0.6B", 16_384, 16, 13_342)),
+        *(("Qwen3-0.6B", 65_536, 16, 9_967), ("Qwen3-4B", 16_384, 16, 6_229), ("Qwen3-4B", 65_536, 16, 4_164)),
+    ),
 )
 _TOY = Sizes(
     {
@@ -70,6 +77,7 @@ _TOY = Sizes(
     ((2, 20),),
     ((2, 0, 12), (2, 20, 3)),
     (6, 3, 5),
+    (("", 40, 0, 1.0), ("", 40, 2, 1.0)),
 )
 
 
@@ -111,12 +119,17 @@ class Bench:
     def config(self) -> Any:
         return Qwen2Config(**self.sizes.model, tie_word_embeddings=True)
 
+    def made(self, config: Any) -> Any:
+        """A model of random weights."""
+        torch.manual_seed(0)
+        with torch.inference_mode(False), torch.device(self.device):
+            return AutoModelForCausalLM.from_config(config, dtype=self.sizes.dtype, attn_implementation=ATTENTION)
+
     @cached_property
     def model(self) -> Any:
         """The model in training, its parameters one after the other in memory, as DeepSpeed lays them out."""
-        torch.manual_seed(0)
+        made = self.made(self.config)
         with torch.inference_mode(False), torch.device(self.device):
-            made = AutoModelForCausalLM.from_config(self.config, dtype=self.sizes.dtype, attn_implementation=ATTENTION)
             parameters = list(made.parameters())
             flat = torch.cat([p.data.flatten() for p in parameters])
             for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -159,9 +172,9 @@ class Bench:
         width = self.width(max(self.sizes.contexts))
         return Decoder(self.view, self.cache, Sampling(1), max(self.sizes.rows), width, self.new_capture())
 
-    def release(self) -> None:
-        """Give back the memory of decoding."""
-        for name in ("decoder", "cache", "view"):
+    def release(self, *more: str) -> None:
+        """Give back the memory of decoding, and `more`."""
+        for name in ("decoder", "cache", "view", *more):
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":

@@ -17,6 +17,7 @@ late keeps what it has measured, the others still run, and the file is written a
     prefill           tokens per second, of prompts and of answers after a context
     training          forward and backward of one micro-batch, with model FLOPs utilization (MFU)
     training_kernels  its longest kernels
+    peers             if it is named: steps beside figures that others have published
 
 `--toy` runs all parts at toy sizes on the CPU, in torch and Triton's interpreter, to show that the script runs.
 """
@@ -57,6 +58,7 @@ PARTS: dict[str, tuple[Callable[[gpu_bench.Bench, Found], None], float]] = {
     "prefill": (parts.prefill, 30),
     "training": (parts.training, 60),
     "training_kernels": (parts.training_kernels, 30),
+    "peers": (parts.peers, 240),
 }
 """Each part, and the most seconds that it may take on a GPU."""
 
@@ -123,7 +125,7 @@ def main() -> None:
     if not (given.toy or gpu_bench.has_gpu()):
         sys.exit("gpu_profile.py: torch finds no CUDA device; --toy shows on a CPU that the script runs")
     bench, results = gpu_bench.toy() if given.toy else gpu_bench.on_gpu(), {}
-    for name in [name for name in PARTS if name in (given.part or PARTS)]:
+    for name in [name for name in PARTS if name in (given.part or PARTS.keys() - {"peers"})]:
         results[name] = run(bench, name)
         print("\n".join(lines(name, results[name])), flush=True)
         save(given.json, results)

@@ -14,12 +14,15 @@ from gpu_checks import micro_batch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from hybrid_grpo.commands.plan import known_config
+from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.generation import Sampling
 from hybrid_grpo.generation.paged_attention import Prefill
 from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.ragged_attention import varlen_takes
 from hybrid_grpo.model.routing import recomputed
 
@@ -184,44 +187,65 @@ def prefill(bench: Bench, found: Found) -> None:
         found[name] = {"ms": 1e3 * seconds, "tokens_per_s": count * new / seconds}
 
 
-def _micro_batch(bench: Bench, checkpointing: bool = True) -> tuple[Callable[[], None], float, int]:
-    """What runs forward and backward of a prompt and its completions; floating-point operations, and tokens."""
-    prompt, count, length = bench.sizes.micro_batch
+def _micro_batch(
+    bench: Bench, checkpointing: bool = True, model: Any = None, sizes: tuple[int, int, int] | None = None,
+    update: Callable[[], object] = lambda: None,
+) -> tuple[Callable[[], None], float, int]:  # fmt: skip
+    """What runs forward and backward of a prompt and its completions, and an `update`; floating-point operations, and
+    tokens."""
+    model, (prompt, count, length) = model or bench.model, sizes or bench.sizes.micro_batch
     if checkpointing:
-        bench.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
     else:
-        bench.model.activation_checkpointing_disable()
-    scored, given = LogprobModel(bench.model).train(), micro_batch(bench.device, prompt, count, length)
+        model.activation_checkpointing_disable()
+    scored, given = LogprobModel(model).train(), micro_batch(bench.device, prompt, count, length)
 
     def work() -> None:
         logp_N, _ = scored(*given, (), 1.0)
         (-logp_N.mean()).backward()
+        update()
         scored.zero_grad(set_to_none=True)
 
     context = np.array([prompt / 2, prompt + length / 2])
     tokens = np.array([prompt, count * length])
-    flops = Cost.of(bench.model).training(tokens, context, np.array([0, count * length])).sum()
+    flops = Cost.of(model).training(tokens, context, np.array([0, count * length])).sum()
     return work, float(flops), prompt + count * length
+
+
+def _trained(bench: Bench, work: Callable[[], None], flops: float, tokens: int, repeats: int) -> Found | str:
+    on_gpu = bench.device.type == "cuda"
+    known = peak_flops(torch.cuda.get_device_name(bench.device)) if on_gpu else None
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        seconds = bench.seconds(work, repeats if on_gpu else 1)
+    except torch.OutOfMemoryError:
+        return "the activations do not fit"
+    row = {"tokens": tokens, "ms": 1e3 * seconds, "tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12}
+    row["mfu"] = flops / seconds / (known or bench.hardware.flops)  # of the data sheet, else of a measured product
+    return row | {"peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else "not measured on a CPU"}
 
 
 def training(bench: Bench, found: Found) -> None:
     bench.release()
-    on_gpu = bench.device.type == "cuda"
-    known = peak_flops(torch.cuda.get_device_name(bench.device)) if on_gpu else None
-    found["mfu_against"] = "the data sheet" if known else "the measured matrix product"
     for name, checkpointing in (("checkpointing", True), ("no checkpointing", False)):
-        work, flops, tokens = _micro_batch(bench, checkpointing)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            seconds = bench.seconds(work, 5 if on_gpu else 1)
-        except torch.OutOfMemoryError:
-            found[name] = "the activations do not fit"
-            continue
-        row = {"tokens": tokens, "ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
-        row |= {"tflops": flops / seconds / 1e12, "mfu": flops / seconds / (known or bench.hardware.flops)}
-        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else "not measured on a CPU"
-        found[name] = row
+        found[name] = _trained(bench, *_micro_batch(bench, checkpointing), 5)
+
+
+def peers(bench: Bench, found: Found) -> None:
+    bench.release("model")
+    for name, tokens, rank, published in bench.sizes.peers:
+        model = bench.made(known_config(name) or bench.config)
+        if rank:
+            Adapters(model, LoraConfig(rank=rank), seed=0)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        sizes = tokens // 32, 1, tokens - tokens // 32
+        row = _trained(bench, *_micro_batch(bench, True, model, sizes, optimizer.step), 2)
+        if not isinstance(row, str):
+            row["times_published"] = row["tokens_per_s"] / published
+        found[f"{name or 'toy'}, {tokens} tokens" + f", rank {rank}" * bool(rank)] = row
+        del model, optimizer
+        bench.release()
 
 
 def training_kernels(bench: Bench, found: Found) -> None:

@@ -66,6 +66,9 @@ class Results:
             return ""
         if name == "profile":
             return _profile(results)
+        if name == "peers":
+            rows = {case: row for case, row in results["peers"].items() if isinstance(row, dict)}
+            return "; ".join(f"{case}: {row['times_published']:.2f}x as published" for case, row in rows.items())
         if name in ("tests", "kernels"):
             return ", ".join(f"{count} {what}" for what, count in results.items() if count)
         if name.startswith("decode_"):

@@ -177,7 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", default="ragged", help=f"`all` ({', '.join(MAIN)}), or of {', '.join(WORKLOADS)}")
     parser.add_argument("--engines", default=",".join(ENGINES), help="separated by commas")
     parser.add_argument("--repeats", type=int, default=5)
-    shapes = ("tiny", "tiny-qwen3.5", "0.5b", "1.5b", "7b")
+    shapes = ("tiny", "tiny-qwen3.5", "0.5b", "1.5b", "7b", "qwen3-0.6b")
     parser.add_argument("--model", choices=shapes, default="tiny", help="shape of the weights")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine")
     parser.add_argument("--alone", action="store_true", help="one engine after the other instead of interleaved")

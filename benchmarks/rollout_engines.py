@@ -39,6 +39,7 @@ TINY_STATES: Shape = {
 """The sizes of TINY, with three layers of Gated DeltaNet to one of attention."""
 _SHAPES = {"tiny": TINY, "tiny-qwen3.5": TINY_STATES}
 _SHAPES |= {size: MODELS[f"Qwen2.5-{size.upper()}"] for size in ("0.5b", "1.5b", "7b")}
+_SHAPES["qwen3-0.6b"] = MODELS["Qwen3-0.6B"]
 
 Engine = Callable[[Workload], AbstractContextManager[Callable[[], list[int]]]]
 

@@ -69,9 +69,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "long_prompt": lambda: Workload(_prompts(16, 1024, 1024), _groups([64] * 128), 64),
     "one": lambda: Workload(_prompts(1, 60, 60), _groups([256] * 8), 256),
     "toy": lambda: Workload(_prompts(2, 4, 9), [[1, 4, 2, 8], [3, 8, 5, 2]], 8, 6),
+    "nano_vllm": lambda: Workload(asked := _prompts(256, 100, 1024), [[len(ids)] for ids in asked[::-1]], 1024, 256),
     "gpu_ragged": lambda: Workload(_prompts(32, 128, 512), _groups(_log_normal(256, 1024, 300)), 1024, 256),
 }
-"""`gpu_ragged` is for the larger models, and `toy` shows that everything runs."""
+"""`gpu_ragged` is for the larger models, `nano_vllm` its own benchmark, by quantiles; `toy` shows that all runs."""
 
 MAIN = ("ragged", "tail", "uniform", "long_prompt", "one")
 """The workloads meant by `all`."""

@@ -117,7 +117,7 @@ def test_the_profile_measures_every_part_at_toy_sizes(tmp_path):
     done = gpu_sh(tmp_path, "profile")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "gpu/profile.json").read_text())
-    assert list(found) == list(gpu_profile.PARTS)
+    assert [*found, "peers"] == list(gpu_profile.PARTS)
     assert not [name for name, part in found.items() if "failed" in part or part["warnings"]]
     assert found["checks"]["attention"].startswith("training by torch")
     gaps = [gap for row in found["checks"].values() if isinstance(row, dict) for gap in row.values()]
@@ -195,8 +195,8 @@ def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
     assert done.returncode == missing, done.stdout[-3000:] + done.stderr[-3000:]
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     steps = ["step_zero2", "step_zero3", "step_stored"]
-    assert list(parts) == ["profile", *steps, "ranks", "tests", "quickstart", "trl", "plan", "decode_tiny"]
-    assert done.stdout.count(": done before") == len(parts) - 1 - missing
+    assert list(parts) == ["profile", *steps, "ranks", "tests", "quickstart", "trl", "plan", "peers", "decode_tiny"]
+    assert done.stdout.count(": done before") == len(parts) - 2 - missing
     assert [name for name, part in parts.items() if "failed" in part] == ["trl"] * missing
     assert not missing or "bash benchmarks/trl_env.sh" in parts["trl"]["failed"]
     assert parts["tests"]["results"]["passed"] == 0 < parts["tests"]["results"]["skipped"]
@@ -210,13 +210,14 @@ def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
         assert two["statuses"][1] == -signal.SIGKILL and two["statuses"][0] and two["steps_before"] == 2
     assert parts["plan"]["results"]["cases"]["letters"]["ratio"] == pytest.approx(1, abs=0.25)
     assert parts["quickstart"]["results"]["completions"] == 16
+    assert parts["peers"]["results"]["peers"]["toy, 40 tokens, rank 2"]["times_published"] > 0
     table = (tmp_path / "gpu.md").read_text()
-    assert table.count("\n| ") == 11 and table.strip() in done.stdout
+    assert table.count("\n| ") == 12 and table.strip() in done.stdout
     again = gpu_sh(tmp_path, "tests", "quickstart", "decode_9b")
     assert again.stdout.count(": done before") == 2 and again.stdout.count("== ") == 2
     assert again.returncode == 1 and "there is no part decode_9b, only profile, step_zero2" in again.stderr
     listed = subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", "--list"], capture_output=True, text=True).stdout
-    assert listed.split()[:5] == ["profile", *steps, "ranks"]
+    assert listed.split()[:6] == ["profile", *steps, "peers", "ranks"]
 
 
 @pytest.mark.process
@@ -245,11 +246,11 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
     tiny = {**step_workloads.MODELS["Qwen2.5-1.5B"], **tiny}
     monkeypatch.setitem(step_workloads.MODELS, "Qwen2.5-1.5B", tiny)
     calls = [line.split("\x1f")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == 10
+    assert len(calls) == 12
     for program, *options in calls:
         monkeypatch.setattr(sys, "argv", [program, *options])
         if program.endswith("gpu_profile.py"):
-            assert options[:1] == ["--json"]
+            assert options[-2:][:1] == ["--json"]
         elif program.endswith("rollout.py"):
             assert rollout.parse().alone
         elif program.endswith("step.py"):
