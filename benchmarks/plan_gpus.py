@@ -13,7 +13,6 @@ where the plan's phases do, with a cache for at least `SEQUENCES` sequences at o
 import argparse
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from hybrid_grpo.commands.plan import SHAPES
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.distributed.hardware import of_table
-from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, measure
+from hybrid_grpo.run.memory.dry_run import Sizes, measure
 from hybrid_grpo.run.memory.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -63,24 +62,7 @@ def recipe(offload: bool) -> TrainConfig:
 
 
 def sizes_of(shape: Shape, config: TrainConfig, prompt: int) -> Sizes:
-    """The sizes of a model from dry runs with two layers and three; of 0.5B they are those of one with all layers."""
-    two, three = (
-        measure(config, model_config(shape, num_hidden_layers=n), batch_plan(config, 1), prompt, on_gpu=True)
-        for n in (2, 3)
-    )
-    return with_layers(two, three, shape["num_hidden_layers"])
-
-
-def with_layers(two: Any, three: Any, layers: int) -> Any:
-    """A dataclass of sizes for a number of layers, from those for two and three."""
-    made = {}
-    for name, low in vars(two).items():
-        high = getattr(three, name)
-        if isinstance(low, Footprint):
-            made[name] = with_layers(low, high, layers)
-        else:
-            made[name] = low if low == high else low + (layers - 2) * (high - low)
-    return replace(two, **made)
+    return measure(config, model_config(shape), batch_plan(config, 1), prompt, on_gpu=True)
 
 
 def plans(shape: Shape) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def named(settings: Iterable[str]) -> dict[str, str]:
 
 
 def dry_runs(shape: Shape) -> Measured:
-    """Dry runs of a model, each made once, with two layers and with three: everything is linear in their number."""
+    """Dry runs of a model, each made once."""
 
     @cache
     def of(checkpointing: bool, tokens: int | None, lora: int) -> Sizes:

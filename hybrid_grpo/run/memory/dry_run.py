@@ -7,7 +7,7 @@ configuration on fake tensors, which have shapes and types but no data, and a mi
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -141,6 +141,9 @@ class DryRun:
                 return self._scale * geometry.token_bytes, geometry.state_bytes
         return cached_numbers(self.model.config) * self._scale * self.model.dtype.itemsize, 0
 
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
     def active_parameters(self) -> int:
         """Return the number of parameters that multiply one token: of experts, only those it uses; no embeddings."""
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
@@ -231,21 +234,34 @@ class Sizes:
 def measure(
     config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: int, heads: Sequence[HeadOf] = (), *, on_gpu: bool
 ) -> Sizes:
-    """Return the sizes of a model, computed without its weights; `DryRun` explains `heads`."""
-    dry = DryRun(model_config, config.policy, config.lora, heads, on_gpu=on_gpu)
+    """Return the sizes of a model, computed without its weights; `DryRun` explains `heads`. Where all layers are alike,
+    what they take follows from runs with two of them and with three."""
+    text, made = model_config.get_text_config(), partial(DryRun, heads=heads, on_gpu=on_gpu)
+    layers, kinds = text.num_hidden_layers, {*(getattr(text, "layer_types", None) or ())}
+    few = {2: 3 - layers, 3: layers - 2} if layers > 3 and len(kinds) < 2 else {}
+    dry = made(model_config, config.policy, config.lora)
+    runs = [(made(_with_layers(model_config, n), config.policy, config.lora), weight) for n, weight in few.items()]
+    if sum(weight * run.parameters() for run, weight in runs) != dry.parameters():
+        runs = [(dry, 1)]
+
+    def each(sizes: Callable[[DryRun], Sequence[int]]) -> list[int]:
+        found = [[weight * size for size in sizes(run)] for run, weight in runs]
+        return list(map(sum, zip(*found, strict=True)))
+
     parameters = list(dry.model.parameters())
-    token_bytes, state_bytes = dry.cache_bytes(paged=config.rollout.decoder == "paged")
+    token_bytes, state_bytes = each(lambda run: run.cache_bytes(paged=config.rollout.decoder == "paged"))
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
+    [reading] = each(lambda run: [run.reading(micro)])
     return Sizes(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=dry.parameters(),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         largest=max(p.numel() for p in parameters),
         active=dry.active_parameters(),
         vocabulary=dry.model.get_output_embeddings().weight.shape[0],
         token_bytes=token_bytes,
-        training=dry.training(micro),
+        training=Footprint(*each(lambda run: astuple(run.training(micro)))),
         # A forward takes memory in proportion to its tokens.
-        reading=-(-dry.reading(micro) // micro.input_ids_bS.numel()),
+        reading=-(-reading // micro.input_ids_bS.numel()),
         state_bytes=state_bytes,
         tokens=micro.input_ids_bS.numel(),
         packs=dry.packs,
@@ -256,6 +272,17 @@ def measure(
         attending=sum(p.numel() for name, p in dry.model.named_parameters() if _ATTENDING & {*name.split(".")}),
         padded=sum(power_of_two(p.numel()) for p in parameters),
     )
+
+
+def _with_layers(model_config: Any, count: int) -> Any:
+    """Return a model's configuration with its first layers."""
+    copy = deepcopy(model_config)
+    text = copy.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    return copy
 
 
 def power_of_two(size: int) -> int:
