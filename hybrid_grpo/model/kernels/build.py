@@ -106,13 +106,14 @@ def _processor() -> str:
 
 def usable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
     """Whether the kernels can be called on these tensors: of `dtype`, in host memory, with contiguous rows, or None.
-    Fake tensors in half precision stand for those of a GPU."""
+    Fake tensors in half precision stand for those of a GPU, unless their mode is told otherwise."""
     fitting = (
         t.dtype == dtype and t.device.type == "cpu" and (not t.dim() or t.stride(-1) == 1)
         for t in tensors
         if t is not None
     )
-    stands_in = dtype.itemsize == 2 and isinstance(tensors[0], FakeTensor)
+    fake = isinstance(tensors[0], FakeTensor) and getattr(tensors[0].fake_mode, "stands_for_gpu", True)
+    stands_in = dtype.itemsize == 2 and fake
     return not stands_in and all(fitting) and load() is not None
 
 

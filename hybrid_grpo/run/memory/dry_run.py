@@ -90,6 +90,7 @@ class DryRun:
                 Adapters(self.model, lora, seed=0)
         # The tensors of a micro-batch are real.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake.stands_for_gpu = on_gpu  # type: ignore[attr-defined]
         with self._fake:
             self.model.to_empty(device="cpu")
         self.model.tie_weights()
