@@ -67,8 +67,13 @@ def estimate(
     features = [of.memory(config) for of in classes if of is not None and of.memory is not None]
     model_config = model_config or load_config(config.policy.model)
 
+    seen: dict[str, Sizes] = {}
+
     def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
-        return measure(config, model_config, batch, prompt, [f.head for f in features], on_gpu=hardware.on_gpu)
+        if (name := repr((config, batch))) not in seen:
+            heads = [feature.head for feature in features]
+            seen[name] = measure(config, model_config, batch, prompt, heads, on_gpu=hardware.on_gpu)
+        return seen[name]
 
     try:
         sizes = measured(config, batch)
