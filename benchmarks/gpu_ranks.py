@@ -4,10 +4,11 @@
 
 NCCL refuses two ranks on a GPU unless it takes them for two machines. So each has its own NCCL_HOSTID, and they talk
 over the loopback, which proves that a run is right, and says nothing of its speed. The letters are trained for three
-steps in bfloat16 with a reference: by one rank, then by two at either stage of ZeRO. Of two, one is killed in the third
-step, while the other waits for it; measured is how long that one takes to end. The run is resumed, and its completions
-and losses are compared with those of one rank: in bfloat16 they are the same in the first step, and later ones are not
-far apart. With `--toy` the ranks are on the CPU, where they talk through gloo.
+steps in bfloat16 with a reference: by one rank, then by two at either stage of ZeRO, whose optimizer states leave the
+GPU between steps. Of two, one is killed in the third step, while the other waits for it; measured is how long that one
+takes to end. The run is resumed, and its completions and losses are compared with those of one rank: in bfloat16 they
+are the same in the first step, and later ones are not far apart. With `--toy` the ranks are on the CPU, where they talk
+through gloo.
 """
 
 import json
@@ -60,6 +61,7 @@ class Runs:
         command = [sys.executable, "-m", "hybrid_grpo", "train", *self.settings]
         command += ["--run.name", name, "--engine.zero_stage", str(stage)]
         command += ["--engine.sequence_parallel", str(1 + (name == "split"))]
+        command += ["--engine.offload_optimizer", "between_steps" if world > 1 else "false"]
         shared = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "CROSS_SIZE": "1", "DIES": dies}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         ranks, ends = [], dict[int, float]()

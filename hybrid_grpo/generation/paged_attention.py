@@ -48,15 +48,9 @@ class Prefill(ForwardCache):
     """
 
     def __init__(
-        self,
-        cache: PagedCache,
-        pages: list[list[int]],
-        starts: list[int],
-        lengths: list[int],
-        states: Sequence[int] = (),
-        recorded: Sequence[np.ndarray | None] = (),
-        blocks: Blocks | None = None,
-    ) -> None:
+        self, cache: PagedCache, pages: list[list[int]], starts: list[int], lengths: list[int],
+        states: Sequence[int] = (), recorded: Sequence[np.ndarray | None] = (), blocks: Blocks | None = None,
+    ) -> None:  # fmt: skip
         device = cache.device
         self._rows = upload(list(states), device) if cache.states else None
         self._cache, self._layers = cache, iter(cache.geometry.layers)

@@ -4,10 +4,10 @@ What is kept for the backward pass differs too much between architectures for a 
 configuration on fake tensors, which have shapes and types but no data, and a micro-batch's allocations are added up.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -29,7 +29,7 @@ from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.states import install_state_functions
-from hybrid_grpo.model.towers import loader
+from hybrid_grpo.model.towers import loader, text_of
 
 _ATTENDING = {"q_proj", "k_proj", "v_proj"}
 HeadOf = Callable[[int, int], HeadFunction | None]
@@ -50,6 +50,12 @@ class Footprint:
     hosted: int = 0
     """What goes into layers and waits in host memory, pinned."""
 
+    @classmethod
+    def of(cls, kept: int, forward: int, head: int, last: int, rest: int, hosted: int) -> Self:
+        """Return the footprint, given what is alive when the head begins and the most that is until then, until the end
+        of the head's backward pass, of the last layer's, and after it."""
+        return cls(kept, head - kept, max(forward, last, rest) - kept, hosted)
+
 
 class NeedsData(Exception):
     """Raised if a model cannot run on shapes alone, because its code reads the values of tensors."""
@@ -61,14 +67,9 @@ class DryRun:
     NeedsData if the model cannot run without data."""
 
     def __init__(
-        self,
-        model_config: Any,
-        policy: PolicyConfig,
-        lora: LoraConfig,
-        heads: Sequence[HeadOf] = (),
-        *,
+        self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, heads: Sequence[HeadOf] = (), *,
         on_gpu: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._heads, self._lora = heads, lora
         config = without_dropout(deepcopy(model_config))
         attention = training_attention(policy, config)
@@ -88,9 +89,11 @@ class DryRun:
             self.linear = [m.weight.numel() for m in modules if type(m) is nn.Linear and m is not head]
             if lora.rank:
                 Adapters(self.model, lora, seed=0)
+        lists = [m for m in text_of(self.model).modules() if isinstance(m, nn.ModuleList)]
+        self._layers = next((m for m in lists if len(m) == text.num_hidden_layers), [head])
         # The tensors of a micro-batch are real.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._fake.stands_for_gpu = on_gpu  # type: ignore[attr-defined]
+        vars(self._fake).update(stands_for_gpu=on_gpu)  # for `build.usable`
         with self._fake:
             self.model.to_empty(device="cpu")
         self.model.tie_weights()
@@ -114,11 +117,15 @@ class DryRun:
         return saved_tensors_hooks(pack, lambda form: torch.empty(form[0], dtype=form[1]))
 
     def training(self, micro: MicroBatch) -> Footprint:
+        return Footprint.of(*self.peaks(micro))
+
+    def peaks(self, micro: MicroBatch) -> list[int]:
+        """Return the arguments of `Footprint.of`."""
         with self._forward(micro, self._heads) as (tracker, marks, found):
             torch.stack([value_N.sum() for value_N in found]).sum().backward()
-            kept, forward, head = (self._scale * mark for mark in marks)
-            layers = max(forward, self._scale * tracker.mark()) - kept
-            return Footprint(kept, head - kept, layers, self._scale * self._hosted)
+            rest = tracker.mark()
+            marks += [rest] * (5 - len(marks))  # one, or two if the last layer's input was not seen
+            return [self._scale * mark for mark in (*marks, self._hosted)]
 
     @torch.no_grad()
     def reading(self, micro: MicroBatch) -> int:
@@ -161,8 +168,15 @@ class DryRun:
     ) -> Iterator[tuple[MemoryTracker, list[int], tuple[Tensor, ...]]]:
         """Track the memory of a forward pass, including `heads`, and of the `with` block. Yield the tracker, marks in
         bytes, and the model's outputs. The marks are what is alive when the LM head begins, the most that was alive
-        until then, and, after a backward pass, the most alive from then until the end of the head's backward pass."""
+        until then, and, after a backward pass, the most alive from then until the end of the head's backward pass, and
+        from then until the end of the last layer's."""
         marks: list[int] = []
+        last = self._layers[-1].register_forward_pre_hook(lambda _, inputs: at_last(*inputs))
+
+        def at_last(hidden: Any = None, *_: Any) -> None:
+            last.remove()  # as it may be computed again
+            if hidden is not None and hidden.requires_grad:
+                hidden.register_hook(lambda _: marks.append(tracker.mark()))
 
         def at_head(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             marks.extend((tracker.live, tracker.mark()))
@@ -174,7 +188,7 @@ class DryRun:
         if micro.segments is None:
             positions_bS = None  # A model counts the positions of padded rows by itself.
         hook = self.model.get_output_embeddings().register_forward_pre_hook(at_head)
-        with hook, self._fake, MemoryTracker([*self.model.parameters(), *self.model.buffers()]) as tracker:
+        with hook, last, self._fake, MemoryTracker([*self.model.parameters(), *self.model.buffers()]) as tracker:
             try:
                 yield tracker, marks, self._scored(ids_bS, positions_bS, *others, 1.0, self._more(micro, heads))
             except (RuntimeError, NotImplementedError, AssertionError, LookupError) as error:
@@ -242,17 +256,18 @@ def measure(
     few = {2: 3 - layers, 3: layers - 2} if layers > 3 and len(kinds) < 2 else {}
     dry = made(model_config, config.policy, config.lora)
     runs = [(made(_with_layers(model_config, n), config.policy, config.lora), weight) for n, weight in few.items()]
+    # Where the first layers differ from the others, so do their parameters.
     if sum(weight * run.parameters() for run, weight in runs) != dry.parameters():
         runs = [(dry, 1)]
 
-    def each(sizes: Callable[[DryRun], Sequence[int]]) -> list[int]:
-        found = [[weight * size for size in sizes(run)] for run, weight in runs]
-        return list(map(sum, zip(*found, strict=True)))
+    def added(of_runs: Iterable[Sequence[int]]) -> list[int]:
+        return [sum(w * size for (_, w), size in zip(runs, of, strict=True)) for of in zip(*of_runs, strict=True)]
 
     parameters = list(dry.model.parameters())
-    token_bytes, state_bytes = each(lambda run: run.cache_bytes(paged=config.rollout.decoder == "paged"))
+    token_bytes, state_bytes = added(run.cache_bytes(paged=config.rollout.decoder == "paged") for run, _ in runs)
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
-    [reading] = each(lambda run: [run.reading(micro)])
+    [reading], peaks = added([run.reading(micro)] for run, _ in runs), [run.peaks(micro) for run, _ in runs]
+    kept, forward, head, last, _, hosted = added(peaks)
     return Sizes(
         parameters=dry.parameters(),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
@@ -260,7 +275,8 @@ def measure(
         active=dry.active_parameters(),
         vocabulary=dry.model.get_output_embeddings().weight.shape[0],
         token_bytes=token_bytes,
-        training=Footprint(*each(lambda run: astuple(run.training(micro)))),
+        # After the last layer's backward pass, the others keep less, and embeddings are the same for any number.
+        training=Footprint.of(kept, forward, head, last, peaks[-1][4], hosted),
         # A forward takes memory in proportion to its tokens.
         reading=-(-reading // micro.input_ids_bS.numel()),
         state_bytes=state_bytes,
@@ -279,10 +295,10 @@ def _with_layers(model_config: Any, count: int) -> Any:
     """Return a model's configuration with its first layers."""
     copy = deepcopy(model_config)
     text = copy.get_text_config()
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:count])
-    text.num_hidden_layers = count
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list)}
+    cut = {name: value[:count] for name, value in lists.items() if len(value) == text.num_hidden_layers}
+    for name, value in {**cut, "num_hidden_layers": count}.items():
+        setattr(text, name, value)
     return copy
 
 
