@@ -67,11 +67,10 @@ def estimate(
     features = [of.memory(config) for of in classes if of is not None and of.memory is not None]
     model_config = model_config or load_config(config.policy.model)
 
-    seen: dict[str, Sizes] = {}
+    seen, heads = dict[str, Sizes](), [feature.head for feature in features]
 
     def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
         if (name := repr((config, batch))) not in seen:
-            heads = [feature.head for feature in features]
             seen[name] = measure(config, model_config, batch, prompt, heads, on_gpu=hardware.on_gpu)
         return seen[name]
 
@@ -131,7 +130,7 @@ class Plan:
         self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         self.offloads = config.engine.offload_optimizer is True
         self.parks = self.gpu and config.engine.offload_optimizer == "between_steps"
-        self.can_park = self.gpu and self.stage > 1 and not config.engine.offload_optimizer
+        self.can_park = self.gpu and self.stage > 1 and not (self.offloads or self.parks or "offload_optimizer" in zero)
         """Whether optimizer states are on the GPU and could leave it between steps."""
         self.pins = self.gpu and zero.get("offload_optimizer", {}).get("pin_memory", True)
         self.sub_group = int(float(zero.get("sub_group_size", 0))) or _SUB_GROUP

@@ -246,15 +246,15 @@ def test_states_between_steps_leave_their_memory_to_rollouts_and_training():
     parked = with_settings(plain, {"engine.offload_optimizer": "between_steps"})
     assert parked is not None and parked.lacking is None and parked.sequences > plain.sequences
     assert f"tokens at once; {parked.sequences} with engine.offload_optimizer between_steps" in "\n".join(lines(plain))
-    owned = N // 2
+    away = {"float32 masters": 4 * (N // 2), "Adam's moments": 8 * (N // 2)}
     for phase in parked.phases:
-        states = {part.name: part.bytes for part in phase.parts if part.name in ("float32 masters", "Adam's moments")}
-        away = {"float32 masters": 4 * owned, "Adam's moments": 8 * owned}
+        states = {part.name: part.bytes for part in phase.parts if part.name in away}
         assert states == (away if phase.name == "optimizer step" else {})
-    # Pinned: 0.99 GB take 2^30 bytes.
     host = {part.name: part.bytes for part in parked.host.parts}
-    assert (host["float32 masters"], host["Adam's moments"]) == (1 << 30, 2 << 30)
-    assert "at once; " not in "\n".join(lines(parked))
+    assert (host["float32 masters"], host["Adam's moments"]) == (1 << 30, 2 << 30), "0.99 GB are pinned as 2^30 bytes"
+    theirs = EngineConfig(deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    for made in (parked, replace(plain, config=replace(config, engine=theirs))):
+        assert "at once; " not in "\n".join(lines(made))
 
 
 def test_pinned_memory_is_a_power_of_two():
