@@ -173,19 +173,10 @@ class Policy:
                 self.adapters.save(folder / "adapter", whole)
 
     def rollout(
-        self,
-        prompts: list[Prompt],
-        config: RolloutConfig,
-        stop_ids: tuple[int, ...],
-        *,
-        seed: int,
-        step: int,
-        on_finish: OnFinish | None = None,
-        on_step: OnStep | None = None,
-        given: Mapping[int, Completion] | None = None,
-        resumed_from: Mapping[int, Sequence[Completion]] | None = None,
-        should_stop: ShouldStop | None = None,
-    ) -> tuple[Rollout, Stats]:
+        self, prompts: list[Prompt], config: RolloutConfig, stop_ids: tuple[int, ...], *, seed: int, step: int,
+        on_finish: OnFinish | None = None, on_step: OnStep | None = None, given: Mapping[int, Completion] | None = None,
+        resumed_from: Mapping[int, Sequence[Completion]] | None = None, should_stop: ShouldStop | None = None,
+    ) -> tuple[Rollout, Stats]:  # fmt: skip
         """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
         has; `given` is keyed by random stream (see `requests_of`). `resumed_from` has groups of an earlier step, by the
         index of their prompts: open completions continue. `should_stop` is that of `generate`. Collective."""

@@ -54,16 +54,9 @@ class Trainer(Stage):
     policy: Policy
 
     def __init__(
-        self,
-        config: TrainConfig,
-        plan: BatchPlan,
-        policy: Policy,
-        reference: Reference | None,
-        inputs: RunInputs,
-        device: torch.device,
-        features: Sequence[Feature] = (),
-        services: RunServices | None = None,
-    ) -> None:
+        self, config: TrainConfig, plan: BatchPlan, policy: Policy, reference: Reference | None, inputs: RunInputs,
+        device: torch.device, features: Sequence[Feature] = (), services: RunServices | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(policy, Meter(device), features, services)
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
         self.eval_sets, self.partners, self.stop_ids = inputs.eval_sets, inputs.partners, inputs.stop_ids

@@ -30,13 +30,9 @@ class Pair:
 
 
 def read_pairs(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_completion_tokens: int,
-    album: ImageStore | None = None,
-    *,
-    ends: Collection[int] = (),
-) -> tuple[list[Pair], str]:
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int, album: ImageStore | None = None,
+    *, ends: Collection[int] = (),
+) -> tuple[list[Pair], str]:  # fmt: skip
     """Return the training pairs, and a line that describes what was read and dropped.
 
     A pair is dropped if its completion, including the token that ends it, has more than `max_completion_tokens` tokens.

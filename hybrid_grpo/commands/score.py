@@ -131,13 +131,9 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 
 
 def _print_summary(
-    console: Console,
-    scores: Scores,
-    calls: dict[str, list[Future[Reply]]],
-    before: list[Line],
-    threshold: float,
+    console: Console, scores: Scores, calls: dict[str, list[Future[Reply]]], before: list[Line], threshold: float,
     notes: list[str],
-) -> None:
+) -> None:  # fmt: skip
     """Print what each function gave, beside its rewards `before`. Raises UserError if nothing was scored."""
     table = {name: _summary(scores, name, own) for name, own in calls.items()}
     if before:

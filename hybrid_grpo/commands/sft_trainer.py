@@ -20,13 +20,9 @@ class SftTrainer(Stage):
     policy: Policy
 
     def __init__(
-        self,
-        config: SftConfig,
-        policy: Policy,
-        pairs: list[Pair],
-        device: torch.device,
+        self, config: SftConfig, policy: Policy, pairs: list[Pair], device: torch.device,
         services: RunServices | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(policy, Meter(device), services=services)
         self.config, self.device = config, device
         self.loader = PromptLoader(

@@ -117,14 +117,9 @@ def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, hard
 
 
 def make_trainer(
-    config: TrainConfig,
-    plan: BatchPlan,
-    inputs: RunInputs,
-    features: Sequence[Feature],
-    device: torch.device,
-    memory: Plan | None,
-    services: RunServices,
-) -> Trainer:
+    config: TrainConfig, plan: BatchPlan, inputs: RunInputs, features: Sequence[Feature], device: torch.device,
+    memory: Plan | None, services: RunServices,
+) -> Trainer:  # fmt: skip
     """Load the models of a run, and make the trainer from them. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.policy import Policy

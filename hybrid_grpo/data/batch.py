@@ -284,12 +284,9 @@ class MicroBatch:
 
 @torch.no_grad()
 def measured(
-    engine: Callable[..., Any],
-    batches: list[MicroBatch],
-    shape: tuple[int, int],
-    temperature: float,
+    engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float,
     more: Callable[..., tuple[Tensor, ...]] | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return the log-probability and the entropy of every completion token in `batches`, and what `more` returns for
     it, each float32 [B, T] (`shape`), 0 elsewhere. Collective. `engine` runs a `LogprobModel`, `more` is a
     `HeadFunction`, and every rank has the same number of batches."""

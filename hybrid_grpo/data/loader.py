@@ -34,14 +34,9 @@ class PromptLoader(Generic[ItemT]):
     """
 
     def __init__(
-        self,
-        prompts: Sequence[ItemT],
-        batch_size_global: int,
-        rank: int,
-        world_size: int,
-        seed: int,
+        self, prompts: Sequence[ItemT], batch_size_global: int, rank: int, world_size: int, seed: int,
         shuffle: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`batch_size_global` is the number of items over all ranks, a multiple of `world_size`."""
         assert len(prompts) > 0 and 0 <= rank < world_size
         assert batch_size_global > 0 and batch_size_global % world_size == 0

@@ -104,15 +104,9 @@ def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
 
 
 def pack(
-    rows: Sequence[TokenRow],
-    budget: int,
-    device: torch.device,
-    *,
-    share: Literal["auto", "on", "off"],
-    reading: Reading = TEXT,
-    together: int = 1,
-    group: Any = None,
-) -> list[MicroBatch]:
+    rows: Sequence[TokenRow], budget: int, device: torch.device, *, share: Literal["auto", "on", "off"],
+    reading: Reading = TEXT, together: int = 1, group: Any = None,
+) -> list[MicroBatch]:  # fmt: skip
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
     A row longer than the `budget` gets a micro-batch of its own. `share`: whether what several rows begin with is
     computed once; auto: if that saves a tenth of the tokens. Rows with the same prompt, and with indices from
@@ -275,15 +269,9 @@ def _padded(rows: list[TokenRow], device: torch.device, reading: Reading) -> Mic
 
 
 def _micro_batch(
-    rows: list[TokenRow],
-    pieces: list[Piece],
-    tokens: list[list[int]],
-    positions: np.ndarray,
-    source: list[int],
-    segments: Segments | None,
-    device: torch.device,
-    reading: Reading,
-) -> MicroBatch:
+    rows: list[TokenRow], pieces: list[Piece], tokens: list[list[int]], positions: np.ndarray, source: list[int],
+    segments: Segments | None, device: torch.device, reading: Reading,
+) -> MicroBatch:  # fmt: skip
     first_b1 = np.array([row.first for row in rows])[:, None]
     end_b1 = first_b1 + np.array([len(row.targets) for row in rows])[:, None]
     indices, token_T = [row.index for row in rows], np.arange(end_b1.max())

@@ -39,11 +39,9 @@ _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "
 
 
 def read_prompts(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    source: Source | None = None,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None,
     album: ImageStore | None = None,
-) -> tuple[list[Prompt], str]:
+) -> tuple[list[Prompt], str]:  # fmt: skip
     """Return the prompts of a source (default: the training rows), and a line on what was read and dropped. `album`
     takes their pictures. Collective: each rank tokenizes its share. Raises UserError."""
     if source is None and config.mixture:
@@ -99,12 +97,9 @@ def require_column(setting: str, column: str, rows: list[Row], source: Source) -
 
 
 def prompts_of(
-    rows: list[Row],
-    source: Source,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    rows: list[Row], source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase,
     album: ImageStore | None = None,
-) -> list[Prompt]:
+) -> list[Prompt]:  # fmt: skip
     """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `album` takes
     the pictures; without one there may be none. Collective: each rank reads its share. Raises UserError if there is no
     prompt column, a row is not a prompt, a required chat template is missing, or all prompts are too long (with
@@ -191,13 +186,9 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
 
 
 def read_prompt(
-    number: int,
-    row: Row,
-    where: str,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase,
     seen: tuple[ImageStore, Path | None] | None = None,
-) -> Prompt:
+) -> Prompt:  # fmt: skip
     """Return the tokenized prompt of a row. A prompt that is far too long is cut, but remains longer than the limit.
     Raises UserError as `prompts_of` does; `where` describes the row in messages. `seen` is what takes its pictures, and
     the folder that their paths are relative to."""

@@ -46,14 +46,9 @@ class Journal:
         self._identity, self._step = zlib.crc32(identity.encode()), None
 
     def complete(
-        self,
-        step: int,
-        requests: list[Request],
-        on_finish: OnFinish | None,
-        sample: Sample,
-        given: Mapping[int, Completion] | None = None,
-        resumed_from: Mapping[int, Completion] | None = None,
-    ) -> tuple[list[list[Completion]], Stats]:
+        self, step: int, requests: list[Request], on_finish: OnFinish | None, sample: Sample,
+        given: Mapping[int, Completion] | None = None, resumed_from: Mapping[int, Completion] | None = None,
+    ) -> tuple[list[list[Completion]], Stats]:  # fmt: skip
         """Do the same as `complete_rest`, but also reuse completions in the journal and write new ones to it."""
         self._turn_to(step)
         with self._opened() as self._file:
@@ -125,13 +120,9 @@ class Journal:
 
 
 def complete_rest(
-    requests: list[Request],
-    known: Mapping[int, Completion],
-    on_finish: OnFinish | None,
-    sample: Sample,
-    keep: Callable[[int, Completion], None] | None = None,
-    resumed_from: Mapping[int, Completion] | None = None,
-) -> tuple[list[list[Completion]], Stats]:
+    requests: list[Request], known: Mapping[int, Completion], on_finish: OnFinish | None, sample: Sample,
+    keep: Callable[[int, Completion], None] | None = None, resumed_from: Mapping[int, Completion] | None = None,
+) -> tuple[list[list[Completion]], Stats]:  # fmt: skip
     """Return the completions of every request, in order. `known` maps keys of random streams to completions that exist
     already; `on_finish` is called for these first. `sample` makes the others; those in `resumed_from` continue after
     their tokens of earlier calls. `keep` is called with the key and the completion as soon as a new one is finished."""

@@ -59,14 +59,9 @@ class _Loop:
     """The state of one call of `generate`."""
 
     def __init__(
-        self,
-        model: Any,
-        schedule: Scheduler,
-        decoder: Decoder,
-        prefill_tokens: int,
-        sampling: Sampling,
+        self, model: Any, schedule: Scheduler, decoder: Decoder, prefill_tokens: int, sampling: Sampling,
         callbacks: Callbacks,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.schedule, self.decoder = model, schedule, decoder
         self.prefill_tokens, self.sampling, self.reading = prefill_tokens, sampling, callbacks.reading
         # With the cache alone: a method of this object would be a cycle, which keeps the memory until it is collected.
@@ -253,16 +248,10 @@ def _decoder(
 
 @torch.inference_mode()
 def generate(
-    model: Any,
-    requests: list[Request],
-    sampling: Sampling,
-    callbacks: Callbacks | None = None,
-    *,
-    max_slots: int = 256,
-    prefill_tokens: int | None = None,
-    cache_gb: float | None = None,
+    model: Any, requests: list[Request], sampling: Sampling, callbacks: Callbacks | None = None, *,
+    max_slots: int = 256, prefill_tokens: int | None = None, cache_gb: float | None = None,
     workspace: Workspace | None = None,
-) -> tuple[list[list[Completion]], Stats]:
+) -> tuple[list[list[Completion]], Stats]:  # fmt: skip
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
     Raises UserError if `cache_gb`, or the free memory, cannot hold the longest single sequence.
 

@@ -62,14 +62,9 @@ def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
 
 
 def complete(
-    model: Any,
-    tokenizer: Any,
-    requests: list[Request],
-    sampling: Sampling,
-    config: RolloutConfig,
-    callbacks: Callbacks | None = None,
-    workspace: Workspace | None = None,
-) -> tuple[list[list[Completion]], Stats]:
+    model: Any, tokenizer: Any, requests: list[Request], sampling: Sampling, config: RolloutConfig,
+    callbacks: Callbacks | None = None, workspace: Workspace | None = None,
+) -> tuple[list[list[Completion]], Stats]:  # fmt: skip
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names.
     For the other arguments and the result see `generation.generate`."""
     vocabulary, never = _vocabulary(tokenizer, len(tokenizer))

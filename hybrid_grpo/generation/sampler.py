@@ -89,13 +89,9 @@ class Sampler:
         """Whether tokens are drawn from the unchanged softmax at the temperature."""
 
     def __call__(
-        self,
-        logits_nV: Tensor,
-        key_n: Tensor,
-        counter_n: Tensor,
-        seen_nV: Tensor | None = None,
+        self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None,
         alike: decoding.Alike | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Choose one token for each row, int64 [n], and return it with its log-probability, float32 [n], and its
         support, if that is recorded, as `packed` returns it; see `Sampling.logprobs`. For the other arguments see
         `categorical.sample`. The call can be part of a CUDA graph.

@@ -28,16 +28,9 @@ Steps = list[list[tuple[int, float]]]
 
 
 def token_advantages(
-    rollout: Rollout,
-    scores: Scores,
-    grpo: GrpoConfig,
-    max_completion_tokens: int,
-    weights: Mapping[str, float],
-    kl_BT: Tensor | None,
-    beta: float,
-    sum_over_ranks: Total,
-    variance_BT: Tensor | None = None,
-) -> tuple[Tensor, Numbers]:
+    rollout: Rollout, scores: Scores, grpo: GrpoConfig, max_completion_tokens: int, weights: Mapping[str, float],
+    kl_BT: Tensor | None, beta: float, sum_over_ranks: Total, variance_BT: Tensor | None = None,
+) -> tuple[Tensor, Numbers]:  # fmt: skip
     """Compute the advantage of every token, from its completion's reward and, where there are any, of steps or parts.
 
     The reward is reduced by the length penalty, and by the KL if the KL is part of the reward.
@@ -126,14 +119,9 @@ def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
 
 
 def group_advantages(
-    reward_B: Tensor,
-    num_generations: int,
-    *,
-    baseline: Baseline,
-    scale: Scale,
-    sum_over_ranks: Total = on_one_rank,
+    reward_B: Tensor, num_generations: int, *, baseline: Baseline, scale: Scale, sum_over_ranks: Total = on_one_rank,
     weight_B: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return rewards relative to their group, (r - baseline) / scale (BASELINES, SCALES). Exactly 0 if all are equal.
 
     With baseline `mean`, scale `batch` is REINFORCE++ with baseline (arXiv:2501.03262), whose second centring, over the
@@ -183,14 +171,9 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
 
 
 def step_advantages(
-    steps: Steps,
-    lengths: list[int],
-    num_generations: int,
-    *,
-    scale: Scale,
-    sum_over_ranks: Total = on_one_rank,
+    steps: Steps, lengths: list[int], num_generations: int, *, scale: Scale, sum_over_ranks: Total = on_one_rank,
     discount: float = 1.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return token advantages from step rewards (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
 
     The mean of all step rewards of a group is subtracted from each of them, and the result is divided by `scale` (see
@@ -212,12 +195,9 @@ def step_advantages(
 
 
 def part_advantages(
-    parts: Sequence[Sequence[Part]],
-    lengths: list[int],
-    num_generations: int,
-    scale: Scale,
+    parts: Sequence[Sequence[Part]], lengths: list[int], num_generations: int, scale: Scale,
     sum_over_ranks: Total = on_one_rank,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return token advantages from rewards of parts of episodes, [B] by their `Part`: the mean of a role's rewards in a
     group is subtracted from each of them, and the result is divided by `scale` (see `step_advantages`). A token's
     advantage is the weighted sum over the parts that have it. Returns float32 [B, T]."""
@@ -244,17 +224,9 @@ def _compared(rewards: list[list[float]], scale: Scale, sum_over_ranks: Total) -
 
 
 def reward_to_go_advantages(
-    whole_B: Tensor,
-    steps: Steps,
-    lengths: list[int],
-    num_generations: int,
-    *,
-    baseline: Baseline,
-    scale: Scale,
-    sum_over_ranks: Total = on_one_rank,
-    discount: float = 1.0,
-    weight_BT: Tensor | None = None,
-) -> Tensor:
+    whole_B: Tensor, steps: Steps, lengths: list[int], num_generations: int, *, baseline: Baseline, scale: Scale,
+    sum_over_ranks: Total = on_one_rank, discount: float = 1.0, weight_BT: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return token advantages from rewards to go, relative to the group's rewards to go at the same token.
 
     Let o be the reward of the whole completion, and g_t the sum of the rewards of its steps that end at or after token

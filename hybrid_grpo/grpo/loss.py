@@ -45,13 +45,9 @@ class LossStats:
 
 
 def micro_batch_loss(
-    batch: TrainBatch,
-    logp_bT: Tensor,
-    entropy_bT: Tensor,
-    grpo: GrpoConfig,
-    beta: float,
+    batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: GrpoConfig, beta: float,
     objective: Objective | None = None,
-) -> tuple[Tensor, Numbers]:
+) -> tuple[Tensor, Numbers]:  # fmt: skip
     """Return this micro-batch's share of the loss of its optimizer step, and its metrics.
 
     In the first optimizer step on a rollout, the policy is still the one that sampled, so its ratio is 1 by
@@ -111,14 +107,9 @@ def learns_from_advantages_alone(grpo: GrpoConfig, objective: Objective | None) 
 
 
 def token_weights(
-    mask_bT: Tensor,
-    loss_type: LossType,
-    *,
-    total_tokens: int,
-    total_rows: int,
-    max_completion_tokens: int,
+    mask_bT: Tensor, loss_type: LossType, *, total_tokens: int, total_rows: int, max_completion_tokens: int,
     length_b1: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the weight of every token's loss: the weighted sum over a minibatch on all ranks is the average loss.
 
     `dapo`: 1 / all tokens (DAPO eq. 8). `grpo`: 1 / (rows * tokens of the row) (DeepSeekMath eq. 3).
@@ -176,18 +167,10 @@ DRIFTS: dict[str, Callable[[Tensor], Tensor]] = {"square": Tensor.square, "absol
 
 
 def policy_loss(
-    logp_bT: Tensor,
-    old_logp_bT: Tensor,
-    advantages_bT: Tensor,
-    weight_bT: Tensor,
-    grpo: GrpoConfig,
-    *,
-    beta: float,
-    ref_logp_bT: Tensor | None = None,
-    entropy_bT: Tensor | None = None,
-    correction_bT: Tensor | None = None,
+    logp_bT: Tensor, old_logp_bT: Tensor, advantages_bT: Tensor, weight_bT: Tensor, grpo: GrpoConfig, *, beta: float,
+    ref_logp_bT: Tensor | None = None, entropy_bT: Tensor | None = None, correction_bT: Tensor | None = None,
     drifts_bT: Tensor | None = None,
-) -> tuple[Tensor, LossStats]:
+) -> tuple[Tensor, LossStats]:  # fmt: skip
     """Return the weighted sum of the surrogate, the KL to the reference and the entropy bonus.
 
     Per token (DeepSeekMath eq. 3):  -correction * surrogate + beta * KL + drift_coef * drift - entropy_coef * entropy.

@@ -45,16 +45,9 @@ def in_loss(rollout: Rollout, grpo: GrpoConfig) -> list[bool]:
 
 
 def optimizer_steps(
-    rollout: Rollout,
-    signals: Signals,
-    split: Callable[..., list[MicroBatch]],
-    grpo: GrpoConfig,
-    max_completion_tokens: int,
-    sum_over_ranks: Total,
-    max_over_ranks: Total | None = None,
-    *,
-    starts_on_policy: bool,
-) -> Iterator[Iterator[TrainBatch]]:
+    rollout: Rollout, signals: Signals, split: Callable[..., list[MicroBatch]], grpo: GrpoConfig,
+    max_completion_tokens: int, sum_over_ranks: Total, max_over_ranks: Total | None = None, *, starts_on_policy: bool,
+) -> Iterator[Iterator[TrainBatch]]:  # fmt: skip
     """Yield `num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
 
     In all passes, `old_logp` comes from the policy that sampled (DeepSeekMath, arXiv:2402.03300, algorithm 1).
@@ -133,17 +126,10 @@ def backward_parts(
 
 
 def train_batches(
-    micro_batches: Iterable[tuple[MicroBatch, bool]],
-    signals: Signals,
-    counts_B: Tensor,
-    totals: tuple[int, int],
-    correction_mean: float,
-    grpo: GrpoConfig,
-    max_completion_tokens: int,
-    writers_B: Mapping[str, Tensor],
-    lengths_B: Tensor,
-    group_B: Tensor | None = None,
-) -> Iterator[TrainBatch]:
+    micro_batches: Iterable[tuple[MicroBatch, bool]], signals: Signals, counts_B: Tensor, totals: tuple[int, int],
+    correction_mean: float, grpo: GrpoConfig, max_completion_tokens: int, writers_B: Mapping[str, Tensor],
+    lengths_B: Tensor, group_B: Tensor | None = None,
+) -> Iterator[TrainBatch]:  # fmt: skip
     """Yield the micro-batches of one optimizer step with their signals, weighted by the step's counts over all ranks.
 
     Args:

@@ -31,16 +31,10 @@ def candidates(open_slots: list[int], mine: list[int], each: int) -> tuple[list[
 
 
 def resample(
-    rollout: Rollout,
-    scores: Scores,
-    mine: list[int],
-    *,
-    slots: int,
-    sum_over_ranks: Total,
-    draw: Callable[[int, list[int]], list[Prompt]],
-    sample: Callable[[list[Prompt]], tuple[Rollout, Scores]],
+    rollout: Rollout, scores: Scores, mine: list[int], *, slots: int, sum_over_ranks: Total,
+    draw: Callable[[int, list[int]], list[Prompt]], sample: Callable[[list[Prompt]], tuple[Rollout, Scores]],
     max_rounds: int,
-) -> tuple[Rollout, Scores, Numbers]:
+) -> tuple[Rollout, Scores, Numbers]:  # fmt: skip
     """Replace groups that teach nothing by groups of other prompts, until none is left or for `max_rounds` rounds.
 
     Groups are judged by the reward before penalties for length or KL (DAPO eq. 11). Every rank takes part in every

@@ -136,14 +136,9 @@ class Segments:
     """
 
     def __init__(
-        self,
-        own: Spans,
-        prefix: Spans,
-        device: torch.device,
-        blocks: Blocks | None = None,
-        parents: Sequence[int] = (),
-        paths: Sequence[np.ndarray] = (),
-    ) -> None:
+        self, own: Spans, prefix: Spans, device: torch.device, blocks: Blocks | None = None,
+        parents: Sequence[int] = (), paths: Sequence[np.ndarray] = (),
+    ) -> None:  # fmt: skip
         self._blocks, self._parents = blocks, parents or [-1] * len(own)
         self._paths = Selection(np.concatenate(paths), device) if paths else None
         self._own, self._prefix, self._device = list(own), list(prefix), device

@@ -14,12 +14,9 @@ from hybrid_grpo.model.loading import first_line
 
 
 def check_lengths(
-    config: Any,
-    longest: int,
-    lengths: str = "data.max_prompt_tokens + rollout.max_completion_tokens",
-    model: str = "policy.model",
-    what: str = "the longest prompt with its completion",
-) -> None:
+    config: Any, longest: int, lengths: str = "data.max_prompt_tokens + rollout.max_completion_tokens",
+    model: str = "policy.model", what: str = "the longest prompt with its completion",
+) -> None:  # fmt: skip
     """Raise UserError if sequences of `longest` tokens, the length of `what`, exceed the model's
     `max_position_embeddings`, or a length from which on it computes a token differently in a longer row: longrope
     rotates all positions by other frequencies, and sparse attention (`index_topk`) chooses keys, where rounding decides

@@ -203,12 +203,9 @@ def without_dropout(config: Any) -> Any:
 
 
 def load_model(
-    policy: PolicyConfig,
-    attn_implementation: str | None = None,
-    setting: str = "policy.model",
-    *,
+    policy: PolicyConfig, attn_implementation: str | None = None, setting: str = "policy.model", *,
     four_bits: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Load the causal language model that `policy` names, with `four_bits` as `lora.load_in_4bit` says.
 
     Dropout is off in training too: with it, the trained policy would differ from the one that sampled.

@@ -254,12 +254,9 @@ class LogprobModel(nn.Module):
         head = model.get_output_embeddings()
 
         def scored(
-            hidden_ND: Tensor,
-            target_N: Tensor,
-            support: MaskColumns | None,
-            temperature: float,
+            hidden_ND: Tensor, target_N: Tensor, support: MaskColumns | None, temperature: float,
             more: HeadFunction | None = None,
-        ) -> tuple[Tensor, ...]:
+        ) -> tuple[Tensor, ...]:  # fmt: skip
             w, b, shape = head.weight, head.bias, self.shape
             found = token_logprobs(hidden_ND, w, b, target_N, support=support, shape=shape, temperature=temperature)
             return found if more is None else (*found, *more(hidden_ND, w, b, shape, temperature))

@@ -73,14 +73,9 @@ class Reading:
         return whole_before(one.ids, int(differs.argmax())) if differs.any() else tokens
 
     def sidecars(
-        self,
-        rows: Sequence[TokenRow],
-        pieces: Sequence[Piece],
-        tokens: Sequence[int],
-        source_N: np.ndarray,
-        target_N: np.ndarray,
-        device: torch.device,
-    ) -> tuple[Any, ...]:
+        self, rows: Sequence[TokenRow], pieces: Sequence[Piece], tokens: Sequence[int], source_N: np.ndarray,
+        target_N: np.ndarray, device: torch.device,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Return what a training forward of `tokens`, which are those of pieces of rows, takes beside them. `source_N`:
         the place of the token before each target."""
         columns = MaskColumns.of(rows, target_N, device) if any(row.sidecars for row in rows) else None

@@ -30,14 +30,9 @@ class Log:
     """All outputs of a run. Every rank has a `Log`, but only rank 0 writes."""
 
     def __init__(
-        self,
-        config: LogConfig,
-        run_dir: Path,
-        steps: int,
-        done: int = -1,
-        settings: dict[str, Any] | None = None,
+        self, config: LogConfig, run_dir: Path, steps: int, done: int = -1, settings: dict[str, Any] | None = None,
         tokenizer: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             steps: the last step of the run.
@@ -84,14 +79,9 @@ class Log:
             self._tracker.look()
 
     def write_rollouts(
-        self,
-        step: int,
-        rollout: Rollout,
-        scores: Scores,
-        advantages_B: Tensor,
-        advantages_BT: Tensor | None = None,
+        self, step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor, advantages_BT: Tensor | None = None,
         always: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write all ranks' completions in the first, last and every n-th step, or in any if `always`. Collective."""
         due = self._every and (step % self._every == 0 or step in (1, self._steps))
         if not (due or always):

@@ -38,11 +38,9 @@ def gold_answers(answer: Any, read: Callable[[Any], T]) -> list[T] | None:
 
 
 def compared(
-    stated: Sequence[T | None],
-    references: Sequence[Sequence[T] | None],
-    log_extra: LogExtra | None = None,
+    stated: Sequence[T | None], references: Sequence[Sequence[T] | None], log_extra: LogExtra | None = None,
     same: Callable[[T, T], bool] = operator.eq,
-) -> list[float | None]:
+) -> list[float | None]:  # fmt: skip
     """Return for each row 1.0 if the stated answer equals one of the references, else 0.0; None if there are none."""
     if log_extra is not None:
         log_extra("answer", [None if answer is None else str(answer) for answer in stated])
@@ -120,13 +118,9 @@ def format_regex(completions: Completions, *, pattern: str) -> list[float | None
 
 
 def format_tags(
-    completions: Completions,
-    *,
-    tags: Sequence[str] = ("think", "answer"),
-    strict: bool = True,
-    partial: bool = False,
+    completions: Completions, *, tags: Sequence[str] = ("think", "answer"), strict: bool = True, partial: bool = False,
     opened: bool = False,
-) -> list[float | None]:
+) -> list[float | None]:  # fmt: skip
     """1.0 if the completion is `<think>...</think><answer>...</answer>`, else 0.0.
 
     Each of the `tags` must open and close exactly once, in the given order (the format of DeepSeek-R1,

@@ -69,13 +69,9 @@ class Rewards:
     rewards that the environments themselves give. Functions see `timeline` as `trainer_state`."""
 
     def __init__(
-        self,
-        rewards: Sequence[Reward],
-        scoring: ScoringConfig | None = None,
-        tokenizer: Any = None,
-        environments: Sequence[Reward] = (),
-        timeline: Timeline | None = None,
-    ) -> None:
+        self, rewards: Sequence[Reward], scoring: ScoringConfig | None = None, tokenizer: Any = None,
+        environments: Sequence[Reward] = (), timeline: Timeline | None = None,
+    ) -> None:  # fmt: skip
         self.functions = [*rewards, *environments]
         self.inputs: tuple[str, ...] = (*INPUTS, ENVIRONMENTS) if environments else INPUTS
         self.scoring = scoring or ScoringConfig()

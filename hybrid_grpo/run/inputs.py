@@ -198,13 +198,9 @@ def read_training_prompts(config: TrainConfig, sampler: SamplingContext, partner
 
 
 def read_eval_set(
-    held_out: HeldOut,
-    config: EvaluationConfig,
-    sampler: SamplingContext,
-    partners: Partners | None,
-    rewards: Rewards,
+    held_out: HeldOut, config: EvaluationConfig, sampler: SamplingContext, partners: Partners | None, rewards: Rewards,
     trained: Sequence[Prompt],
-) -> tuple[EvalSet, str]:
+) -> tuple[EvalSet, str]:  # fmt: skip
     """Read a held-out set, scored by `rewards`. Also return a line on what was read and how much is in `trained`."""
     source, rollout = held_out_source(held_out), held_out.rollout
     prompts, fact = read_prompts(with_tools(held_out.data, partners), sampler.tokenizer, source, sampler.album)

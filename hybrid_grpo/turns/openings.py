@@ -26,14 +26,9 @@ class Openings:
     """
 
     def __init__(
-        self,
-        environments: Environments,
-        tools: Tools | None,
-        data: DataConfig,
-        tokenizer: Any,
-        tokens: int,
+        self, environments: Environments, tools: Tools | None, data: DataConfig, tokenizer: Any, tokens: int,
         album: ImageStore | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._album, self._environments = album, environments
         self._tools, self._tokenizer, self._tokens = tools, tokenizer, tokens
         self._data = replace(

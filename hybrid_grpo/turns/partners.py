@@ -46,18 +46,10 @@ class TurnResponders:
     begins_sequences = is_open = False
 
     def __init__(
-        self,
-        partners: Sequence[Partner],
-        tools: Tools | None,
-        config: RolloutConfig,
-        tokenizer: Any,
-        variables: dict[str, Any],
-        stop_ids: tuple[int, ...],
-        environments: Environments | None = None,
-        openings: Openings | None = None,
-        seed: int = 0,
-        seen: tuple[ImageStore, DataConfig] | None = None,
-    ) -> None:
+        self, partners: Sequence[Partner], tools: Tools | None, config: RolloutConfig, tokenizer: Any,
+        variables: dict[str, Any], stop_ids: tuple[int, ...], environments: Environments | None = None,
+        openings: Openings | None = None, seed: int = 0, seen: tuple[ImageStore, DataConfig] | None = None,
+    ) -> None:  # fmt: skip
         self._partners, self.tools, self._config = partners, tools, config
         self.environments, self._openings, self._seed = environments, openings, seed
         self.schemas: list[dict[str, Any]] = [] if tools is None else tools.schemas

@@ -57,13 +57,9 @@ def _id(number: int, id: str | None) -> str:
 
 
 def written(
-    tokenizer: Any,
-    chat: list[Message],
-    schemas: Sequence[dict[str, Any]],
-    variables: dict[str, Any],
-    *,
+    tokenizer: Any, chat: list[Message], schemas: Sequence[dict[str, Any]], variables: dict[str, Any], *,
     generation: bool = True,
-) -> str:
+) -> str:  # fmt: skip
     """Return a chat as the template writes it; with `generation`, including the beginning of the model's next turn."""
 
     def by(chat: list[Message]) -> str:
@@ -110,13 +106,9 @@ class TurnTemplate:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        variables: dict[str, Any],
-        schemas: list[dict[str, Any]],
-        stop_ids: tuple[int, ...],
+        self, tokenizer: Any, variables: dict[str, Any], schemas: list[dict[str, Any]], stop_ids: tuple[int, ...],
         seen: tuple[ImageStore, DataConfig] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._seen = seen
         self.tokenizer, self.variables, self.schemas = tokenizer, variables, schemas
         self.ends: dict[int, str] = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}

@@ -53,13 +53,9 @@ class Found:
 
 
 def search(
-    files: Mapping[int, Path],
-    query: Query,
-    start: tuple[int, int] | None = None,
-    limit: int = 200,
-    seconds: float = 0.5,
-    order: tuple[str, bool] | None = None,
-) -> Found:
+    files: Mapping[int, Path], query: Query, start: tuple[int, int] | None = None, limit: int = 200,
+    seconds: float = 0.5, order: tuple[str, bool] | None = None,
+) -> Found:  # fmt: skip
     """Search for completions that match, for about `seconds`, beginning at `start` (an earlier `Found.next`) or at the
     newest step. Return whole steps until there are `limit`, or whole groups of a step that has far more; with `order`,
     one of `ORDERS` and whether the lowest come first, the first `limit` of all that were examined in that order. Each

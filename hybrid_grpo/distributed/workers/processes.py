@@ -182,12 +182,9 @@ class Worker:
     """
 
     def __init__(
-        self,
-        fork_server: ForkServer,
-        loop: asyncio.AbstractEventLoop,
-        kind: str,
+        self, fork_server: ForkServer, loop: asyncio.AbstractEventLoop, kind: str,
         lost: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._fork_server, self._loop, self._lost = fork_server, loop, lost
         self._pid, self._socket = fork_server.fork(kind)
         self._socket.setblocking(False)

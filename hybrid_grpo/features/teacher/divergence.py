@@ -110,16 +110,9 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        teacher: NextTokens,
-        divergence: Divergence,
-        shape: LogitShape,
-        temperature: float,
-        tiles: list[slice],
-    ) -> Tensor:
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, teacher: NextTokens,
+        divergence: Divergence, shape: LogitShape, temperature: float, tiles: list[slice],
+    ) -> Tensor:  # fmt: skip
         value_N = teacher.logp_NK.new_empty(len(hidden_ND))
         for rows in tiles:
             logp_nV, _ = _softmax(hidden_ND[rows], weight_VD, bias_V, teacher.vocabulary, shape, temperature)
@@ -156,16 +149,9 @@ class _HeadDivergence(torch.autograd.Function):
 
 
 def head_divergence(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    shape: LogitShape,
-    temperature: float,
-    *,
-    teacher: NextTokens,
-    divergence: Divergence,
-    tile_bytes: int | None = None,
-) -> tuple[Tensor]:
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, shape: LogitShape, temperature: float, *,
+    teacher: NextTokens, divergence: Divergence, tile_bytes: int | None = None,
+) -> tuple[Tensor]:  # fmt: skip
     """Return the divergence between the model's and the teacher's next token, [N] in nats, float32 and differentiable.
 
     Both distributions are over the teacher's `vocabulary`. Tokens that the teacher does not distinguish count as one
@@ -184,15 +170,9 @@ def head_divergence(
 
 @torch.no_grad()
 def most_likely(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    shape: LogitShape,
-    temperature: float,
-    *,
-    vocabulary: int,
-    top_k: int,
-) -> tuple[Tensor, ...]:
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, shape: LogitShape, temperature: float, *,
+    vocabulary: int, top_k: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the tensors of `NextTokens`, in host memory, for the `top_k` most probable tokens, or for all if it is 0.
 
     Args:

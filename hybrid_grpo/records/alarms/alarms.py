@@ -51,12 +51,9 @@ class Alarms:
     """
 
     def __init__(
-        self,
-        config: AlarmsConfig | None = None,
-        symptoms: Symptoms | None = None,
-        guard: GuardConfig | None = None,
+        self, config: AlarmsConfig | None = None, symptoms: Symptoms | None = None, guard: GuardConfig | None = None,
         last_step: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._config, self._no_symptoms = config or AlarmsConfig(), symptoms or Symptoms()
         self._last_step = last_step
         self._limits = {**self._config.named, **self._config.numbers}

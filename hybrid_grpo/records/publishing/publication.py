@@ -75,12 +75,9 @@ def _evaluation(file: Path, run: TrainedRun) -> Evaluation:
 
 
 def _fill(
-    draft: Path,
-    run: TrainedRun,
-    evaluation: Evaluation,
-    options: PublishOptionsConfig,
+    draft: Path, run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig,
     copy: Callable[[Path, Path], Any],
-) -> None:
+) -> None:  # fmt: skip
     """Write everything that is published to the folder `draft`, which must not exist yet."""
     for source in sorted(path for path in run.model.rglob("*") if path.is_file() and path.name != FACTS):
         target = draft / source.relative_to(run.model)

@@ -27,17 +27,11 @@ _local = threading.local()
 
 
 def code_tests(
-    completions: Completions,
-    tests: list[Any],
-    entry_point: list[str | None] | None = None,
-    *,
-    score: Literal["share", "all"] = "share",
-    fence: Literal["required", "optional"] = "required",
-    timeout_s: float = 10.0,
-    memory_mb: int = 512,
-    tolerance: float = 0.0,
+    completions: Completions, tests: list[Any], entry_point: list[str | None] | None = None, *,
+    score: Literal["share", "all"] = "share", fence: Literal["required", "optional"] = "required",
+    timeout_s: float = 10.0, memory_mb: int = 512, tolerance: float = 0.0,
     require: Collection[str] = tuple(PROTECTIONS),
-) -> list[float | None]:
+) -> list[float | None]:  # fmt: skip
     """Share of tests that the program in a completion passes; 0.0 if there is no program, None if `tests` is None.
 
     docs/rewards/code.md has the settings, and the formats of tests. In Python tests, names that the tests do not define

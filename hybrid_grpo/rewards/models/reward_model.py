@@ -274,20 +274,11 @@ _held = functools.cache(RewardModel)
 
 
 def reward_model(
-    prompts: list[PromptText],
-    completions: Completions,
-    prompt_images: list[tuple[Picture, ...]] | None = None,
-    log_extra: LogExtra | None = None,
-    *,
-    model: str,
-    device: str = "auto",
-    dtype: Dtype = "auto",
-    batch_tokens: int | None = None,
-    max_tokens: int | None = None,
-    template: Template = "auto",
-    sigmoid: bool = False,
+    prompts: list[PromptText], completions: Completions, prompt_images: list[tuple[Picture, ...]] | None = None,
+    log_extra: LogExtra | None = None, *, model: str, device: str = "auto", dtype: Dtype = "auto",
+    batch_tokens: int | None = None, max_tokens: int | None = None, template: Template = "auto", sigmoid: bool = False,
     zero_stage: Literal[0, 3] = 0,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Score prompts with their completions by a sequence classifier of transformers; docs/rewards/models.md has the
     settings, and what a score is. Raises ValueError like `RewardModel` and `RewardModel.row`."""
     settings = checked_settings(

@@ -21,25 +21,12 @@ _REWARDS = TypeAdapter(list[Annotated[float, Strict(), AllowInfNan(False)] | Swi
 
 
 async def remote(
-    prompts: list[PromptText],
-    completions: Completions,
-    completion_ids: list[list[int]] | None = None,
-    *,
-    url: str,
-    format: Literal["openrlhf", "full"] = "openrlhf",
-    label_column: str | None = None,
-    columns: list[str] | None = None,
-    tokenizer: str | None = None,
-    token_env: str | None = None,
-    timeout_s: float = 10.0,
-    retries: int = 4,
-    backoff_s: float = 0.5,
-    max_connections: int = 32,
-    log_extra: LogExtra | None = None,
-    log_metric: object = None,
-    trainer_state: object = None,
-    **row_columns: list[Any],
-) -> list[float | None]:
+    prompts: list[PromptText], completions: Completions, completion_ids: list[list[int]] | None = None, *, url: str,
+    format: Literal["openrlhf", "full"] = "openrlhf", label_column: str | None = None, columns: list[str] | None = None,
+    tokenizer: str | None = None, token_env: str | None = None, timeout_s: float = 10.0, retries: int = 4,
+    backoff_s: float = 0.5, max_connections: int = 32, log_extra: LogExtra | None = None, log_metric: object = None,
+    trainer_state: object = None, **row_columns: list[Any],
+) -> list[float | None]:  # fmt: skip
     """The rewards that a service returns for B completions, sent in one request.
 
     A reward is None if the service returns null, and NaN if `errors` in its `extra_logs` names an error. Settings are
@@ -94,13 +81,9 @@ def _read(text: str, rows: int) -> _Answer:
 
 
 def _openrlhf(
-    prompts: list[PromptText],
-    texts: list[str],
-    columns: dict[str, list[Any]],
-    label_column: str | None,
-    sent: list[str],
-    tokenizer: str | None,
-) -> dict[str, Any]:
+    prompts: list[PromptText], texts: list[str], columns: dict[str, list[Any]], label_column: str | None,
+    sent: list[str], tokenizer: str | None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the content of a request in OpenRLHF's format, with the columns `sent`."""
     pairs = [(p, "") if isinstance(p, str) else rendered(p, tokenizer) for p in prompts]
     payload: dict[str, Any] = {

@@ -33,25 +33,12 @@ _SCORES = re.compile(r"scores?\W*:\W*?(-?[\d.]+(?:\s*,\s*-?[\d.]+)*)", re.IGNORE
 
 
 async def judge(
-    prompts: list[PromptText],
-    completions: Completions,
-    *,
-    url: str,
-    model: str,
-    rubric: str = RUBRIC,
-    relative: bool = False,
-    reference_column: str | None = None,
-    options: dict[str, Any] | None = None,
-    token_env: str | None = None,
-    timeout_s: float = 30.0,
-    retries: int = 4,
-    backoff_s: float = 0.5,
-    max_connections: int = 32,
-    log_extra: LogExtra | None = None,
-    log_metric: object = None,
-    trainer_state: object = None,
-    **row_columns: list[Any],
-) -> list[float | None]:
+    prompts: list[PromptText], completions: Completions, *, url: str, model: str, rubric: str = RUBRIC,
+    relative: bool = False, reference_column: str | None = None, options: dict[str, Any] | None = None,
+    token_env: str | None = None, timeout_s: float = 30.0, retries: int = 4, backoff_s: float = 0.5,
+    max_connections: int = 32, log_extra: LogExtra | None = None, log_metric: object = None,
+    trainer_state: object = None, **row_columns: list[Any],
+) -> list[float | None]:  # fmt: skip
     """The judge's scores of B completions, from 0.0 to 1.0; NaN for a completion that could not be judged. Settings are
     those of docs/rewards/remote.md; with `relative`, a call has all completions of a prompt. `log_extra` receives the
     judge's `reasons`, and the `tokens` that it read and wrote for each completion. Raises ValueError if a setting is

@@ -50,16 +50,9 @@ _MAX_LIVE, _BUCKET, _SUB_GROUP = 10**9, 5 * 10**8, 10**9
 
 
 def estimate(
-    config: TrainConfig,
-    batch: BatchPlan,
-    prompt: int,
-    hardware: Hardware,
-    models: Sequence[RewardModel] = (),
-    held_out: int = 0,
-    held_out_longest: int = 0,
-    album: ImageStore | None = None,
-    model_config: Any = None,
-) -> Plan | None:
+    config: TrainConfig, batch: BatchPlan, prompt: int, hardware: Hardware, models: Sequence[RewardModel] = (),
+    held_out: int = 0, held_out_longest: int = 0, album: ImageStore | None = None, model_config: Any = None,
+) -> Plan | None:  # fmt: skip
     """Return the memory plan of a run, whose prompts have the pictures of an `album`; None if the model cannot run
     without data. `model_config` is by default that of `policy.model`. Raise UserError if it has no configuration, or
     lacks the attention or adapters in the settings."""

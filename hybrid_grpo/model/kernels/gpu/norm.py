@@ -97,12 +97,9 @@ def _tile(size: int, elements: int) -> dict[str, int]:
 
 
 def _forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    formula: Formula,
+    x: Tensor, residual: Tensor | None, weight: Tensor, formula: Formula,
     to: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `AddNorm` does, and 1 / rms of each row, float32 [rows]; in the memory of `to`, if given."""
     size, flat = x.shape[-1], _rows(x)
     other, tile = flat if residual is None else _rows(residual), _tile(size, 8)
