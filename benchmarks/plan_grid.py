@@ -86,7 +86,7 @@ def smallest(plan: Plan) -> Iterator[Plan]:
         (None, "engine.zero_stage 1", "engine.zero_stage 2"),
         *((None, f"{zero}.offload_param.device cpu"), (None, f"{zero}.reduce_bucket_size 10000000")),
         (None, f"{zero}.stage3_max_live_parameters {plan.sizes.largest}"),
-        (None, "lora.merge false") if plan.config.lora.rank else (None,),
+        (None, "rollout.weights unmerged") if plan.config.lora.rank else (None,),
     )
     for chosen in itertools.product(*choices):
         try:

@@ -34,7 +34,7 @@ from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.distributed import ranks, shards, tensor_files
 from hybrid_grpo.distributed.hardware import refuse_idle_gpus, take_gpu
-from hybrid_grpo.model.gathered_weights import View
+from hybrid_grpo.model.gathered_weights import View, Weights
 from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.towers import whole_layers
 
@@ -190,13 +190,14 @@ class Engine:
         view: a module of the same class and structure as `source`, on the meta device.
         config: see `policy_config`.
         adapters: the adapters in `source`, by the path of their layer in `view`.
-        keep_view, merge: `keep` and `merge` of `View`.
+        keep_view, weights: `keep` and `weights` of `View`.
         parks: whether optimizer states are on the device only while they are used, at ZeRO stage 2 or 3.
     """
 
     def __init__(
         self, module: nn.Module, source: nn.Module, view: nn.Module, config: dict[str, Any],
-        adapters: Mapping[str, Adapter] | None = None, keep_view: bool = False, merge: bool = True, parks: bool = False,
+        adapters: Mapping[str, Adapter] | None = None, keep_view: bool = False, weights: Weights = "merged",
+        parks: bool = False,
     ) -> None:  # fmt: skip
         if config["zero_optimization"]["stage"] == 3 and (layers := whole_layers(source)):
             for layer in layers:
@@ -223,7 +224,7 @@ class Engine:
         self._parked: shards.ParkedStates | None = None
         if parks and self.device.type != "cpu":
             self._parked = shards.ParkedStates(self.engine.optimizer, self.stage, self.device)
-        self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view, merge=merge)
+        self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view, weights=weights)
         self.merged, self._generating = self._view.merged, False
         self.gather_s = self.release_s = self.wait_s = 0.0
         """Seconds that the last switch spent gathering, releasing, and waiting for the other ranks at the end."""
@@ -264,8 +265,9 @@ class Engine:
             self.engine.module.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
-    def generation(self) -> Iterator[Any]:
-        """Yield the policy for decoding: a plain module with unsharded weights, without hooks, in eval mode.
+    def generation(self, *, exact: bool = False) -> Iterator[Any]:
+        """Yield the policy for decoding: a plain module with unsharded weights, without hooks, in eval mode; to be
+        written, with `exact` ones.
 
         All ranks enter and leave together; nothing in between waits for another rank, and leaving waits for however
         long the others take. At the end, an exception on one rank raises one on every rank: RunInterrupted or
@@ -283,7 +285,7 @@ class Engine:
                 get_accelerator().empty_cache()
         self._generating = True
         outcome = torch.full((1,), _DONE, device=self.device)
-        self._view.gather()
+        self._view.gather(exact=exact)
         get_accelerator().synchronize()
         self.gather_s = time.perf_counter() - start
         try:

@@ -39,7 +39,7 @@ from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, 
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.export import Original, save_model, save_tokenizer
 from hybrid_grpo.model.flops import Cost
-from hybrid_grpo.model.gathered_weights import meta_copy
+from hybrid_grpo.model.gathered_weights import Weights, meta_copy
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
@@ -70,10 +70,10 @@ class Policy:
     """A causal language model inside one DeepSpeed engine, both for sampling and for training.
 
     `total_steps` counts the optimizer steps of the whole run. `decoder` names the decoder that samples from the model
-    (see `RolloutConfig`). With a `lora` of rank above 0, adapters are trained instead of the weights, and `seed`
-    initializes them. With a `workspace`, the memory for decoding and for gathered weights is kept between rollouts.
-    `album` has the pictures of prompts. `turns` answers the model's turns in a completion; without it, every completion
-    is a single turn. `journal` keeps finished completions.
+    and `weights` what it reads (see `RolloutConfig`). With a `lora` of rank above 0, adapters are trained instead of
+    the weights, and `seed` initializes them. With a `workspace`, the memory for decoding and for gathered weights is
+    kept between rollouts. `album` has the pictures of prompts. `turns` answers the model's turns in a completion;
+    without it, every completion is a single turn. `journal` keeps finished completions.
 
     Attributes:
         lr_scale: a factor on the schedule's learning rate, which the guard lowers after a rollback.
@@ -94,7 +94,7 @@ class Policy:
         self, policy: PolicyConfig, engine: EngineConfig, tokenizer: Any, total_steps: int,
         decoder: Literal["paged", "transformers"] = "paged", lora: LoraConfig | None = None, seed: int = 0,
         workspace: Workspace | None = None, album: ImageStore | None = None, turns: Turns | None = None,
-        journal: Journal | None = None,
+        journal: Journal | None = None, weights: Weights = "merged",
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.total_steps = policy, tokenizer, total_steps
         self.optimizer_steps = self.skipped_steps = 0
@@ -124,9 +124,9 @@ class Policy:
         by_layer = self.adapters.by_layer if self.adapters else None
         offloads, keep_view = policy.gradient_checkpointing == "offload", workspace is not None
         trained = LogprobModel(model, self.vocabulary, _on_host if offloads else nullcontext)
-        merge, parks = lora is None or lora.merge, engine.offload_optimizer == "between_steps"
+        parks = engine.offload_optimizer == "between_steps"
         self.engine = engines.Engine(
-            trained, model, view, config, by_layer, keep_view=keep_view, merge=merge, parks=parks
+            trained, model, view, config, by_layer, keep_view=keep_view, weights=weights, parks=parks
         )
         self.deepspeed_config = self.engine.config
         self.gradients = GradientCheck(trained, self.engine.engine.optimizer, self.engine.stage, self.engine.device)
@@ -161,7 +161,7 @@ class Policy:
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is
         the text model of. Adapters are merged into the weights, and also written to `adapter/` for peft. Collective."""
-        with self.engine.generation():
+        with self.engine.generation(exact=True):
             if rank() == 0:
                 # As it was loaded, dropout included.
                 config = None if self._original else dequantized(load_config(self.config.model))

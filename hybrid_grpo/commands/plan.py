@@ -74,6 +74,7 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan | None:
     from hybrid_grpo import engine
     from hybrid_grpo.commands.memory.search import chosen
     from hybrid_grpo.distributed.hardware import of_device, of_table
+    from hybrid_grpo.model.eight_bits import check_weights
     from hybrid_grpo.model.loading import load_config
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.run.memory.plan import estimate
@@ -81,6 +82,7 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan | None:
     name = config.policy.model
     model_config = known_config(name) or load_config(name)
     check_lora(config.lora, model_config)
+    check_weights(config.rollout.weights, model_config)
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(engine.start(), config.policy.dtype)
     plan = estimate(config, batch, config.data.max_prompt_tokens, hardware, model_config=model_config)
     return plan and chosen(plan)
@@ -148,7 +150,8 @@ def step_seconds(plan: Plan) -> dict[str, float]:
     length = plan.longest - plan.prompt
     product = 2 * plan.sizes.active / plan.hardware.flops
     cached = plan.slots * (plan.prompt + length / 2) * plan.sizes.token_bytes
-    read = (plan.dtype * plan.sizes.active + cached) / plan.hardware.bandwidth
+    weights = plan.dtype * plan.sizes.active - (plan.dtype - 1) * plan.sizes.linear * (plan.weights == "int8")
+    read = (weights + cached) / plan.hardware.bandwidth
     prefill = plan.batch.prompts_per_rank * plan.prompt * product
     generation = prefill + plan.rows / plan.slots * length * max(read, plan.slots * product)
     # Backward costs two forwards, and gradient checkpointing runs the forward once more.

@@ -132,6 +132,7 @@ def make_trainer(
         inputs.tokenizer,
         total_steps=config.run.steps * plan.optimizer_steps,
         decoder=config.rollout.decoder,
+        weights=config.rollout.weights,
         lora=config.lora,
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,

@@ -26,6 +26,10 @@ ConfigT = TypeVar("ConfigT")
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build a configuration from mappings, as in `{"policy": {"lr": 1e-6}, "rewards": [f]}`. Raises UserError."""
     default: Any = cls()
+    rollout = values.get("rollout")
+    weights = rollout.get("weights") if isinstance(rollout, Mapping) else None
+    if weights == "int8" and hasattr(default, "grpo"):
+        values = {**values, **_of_rounded(values)}
     settings = {
         # A section may have other defaults in one command than in another.
         name: {**vars(getattr(default, name)), **(with_preset(section) if name == "grpo" else section)}
@@ -37,13 +41,25 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     if hasattr(default, "lora") and isinstance(policy, Mapping) and is_adapter(model := str(policy.get("model"))):
         settings["lora"] = continued(model, values.get("lora") or {})
     lora, engine = (settings.get(name) for name in ("lora", "engine"))
-    whole = isinstance(lora, dict) and (lora.get("load_in_4bit") is True or lora.get("merge") is False)
+    whole = weights == "unmerged" or (isinstance(lora, dict) and lora.get("load_in_4bit") is True)
     if whole and (engine or {}).get("zero_stage") is None:
         settings["engine"] = {**vars(default.engine), **(engine or {}), "zero_stage": 2}
     try:
         return _adapter(cls).validate_python(settings)  # type: ignore[arg-type]  # classes hash
     except ValidationError as error:
         raise UserError(explain(complaint(error, cls), values)) from None
+
+
+def _of_rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sections with other defaults where rollouts read rounded weights, whose probabilities are not those of the
+    weights in training: the loss is corrected for that, and the alarm expects it."""
+    grpo, alarms = (of if (of := values.get(name)) is not None else {} for name in ("grpo", "alarms"))
+    sections: dict[str, Any] = {}
+    if isinstance(grpo, Mapping) and grpo.get("old_logp") != "sampler":
+        sections["grpo"] = {"sampler_correction": "truncate", **with_preset(grpo)}
+    if isinstance(alarms, Mapping):
+        sections["alarms"] = {"parity": {"above": 0.15}, **alarms}
+    return sections
 
 
 def used_part(cls: Any, settings: Mapping[str, Any]) -> Settings:

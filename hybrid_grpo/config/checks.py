@@ -150,8 +150,8 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
         "lora.load_in_4bit needs bitsandbytes, which is not installed: pip install 'hybrid_grpo[qlora]'",
     )
     refuse(
-        (config.lora.load_in_4bit or not config.lora.merge) and config.engine.stage(world_size) == 3,
-        "lora.load_in_4bit and lora.merge false need whole weights on every rank: set engine.zero_stage to 2",
+        config.needs_whole and config.engine.stage(world_size) == 3,
+        "lora.load_in_4bit and rollout.weights unmerged need whole weights on every rank: set engine.zero_stage to 2",
     )
     # wandb makes a folder of its name in the working directory, which is found too, but has no origin.
     refuse(

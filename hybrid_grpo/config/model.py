@@ -92,9 +92,6 @@ class LoraConfig:
     """Keep the frozen weights of linear layers in four bits. They are NF4 with double quantization (QLoRA,
     arXiv:2305.14314; extra `qlora`), whole on every rank: engine.zero_stage is at most 2. Sampling and exports use the
     same numbers in policy.dtype."""
-    merge: Annotated[Switch, About(in_plan=4), MAY_CHANGE] = True
-    """Sample from a copy of the weights that the adapters are merged into. `false` samples from the frozen weights as
-    they are, in four bits too, with the adapters beside them: less memory, mostly slower; not at ZeRO stage 3."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

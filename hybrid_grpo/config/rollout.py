@@ -133,6 +133,12 @@ class RolloutConfig:
     top_p, top_k and min_p left, and the training forward pass normalizes over the same tokens."""
     decoder: Literal["paged", "transformers"] = "paged"
     """`transformers` decodes with generate(), for architectures that the paged decoder cannot run."""
+    weights: Annotated[
+        Literal["merged", "unmerged", "int8"], About(in_plan=4, unused_by="eval generate chat"), MAY_CHANGE
+    ] = "merged"
+    """What completions are sampled from: the weights, with adapters `merged` into a copy; those of a model with
+    adapters as they are, in four bits too, with the adapters beside them (`unmerged`: less memory, mostly slower; not
+    at ZeRO stage 3); or a copy of linear layers in eight bits (`int8`: half the memory, and less time for few rows)."""
     max_slots: Annotated[Count, About(unused_by="chat"), MAY_CHANGE] = 256
     """Maximum number of completions that are decoded at the same time on one rank."""
     prefill_tokens: Annotated[Count | None, MAY_CHANGE] = None
@@ -320,6 +326,7 @@ class RolloutConfig:
             ("keep_cache", self.keep_cache == "on", "builds its caches anew"),
             ("carry", self.carry != 0, "completes all that it began"),
             ("agent", self.agent is not None, "completes prompts that are known before"),
+            ("weights", self.weights == "int8", "would unpack all of them for every token"),
         ):
             refuse(
                 is_set,

@@ -41,6 +41,11 @@ class ModelRunConfig:
     command = ""
 
     @property
+    def needs_whole(self) -> bool:
+        """Whether every rank has to have the whole weights."""
+        return self.lora.load_in_4bit
+
+    @property
     def feature_configs(self) -> list[FeatureConfig]:
         """The sections of features, whether they are on or off; `sft` has none."""
         return [getattr(self, name) for name in registered() if hasattr(self, name)]
@@ -89,6 +94,10 @@ class TrainConfig(ModelRunConfig):
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     features: FeatureList = field(default_factory=list)
+
+    @property
+    def needs_whole(self) -> bool:
+        return self.lora.load_in_4bit or self.rollout.weights == "unmerged"
 
     @property
     def needs_weights(self) -> bool:
@@ -141,6 +150,7 @@ class TrainConfig(ModelRunConfig):
         self._check_carry()
         self._check_split_rows()
         _check_objective(self.grpo, self.rollout, self.lora, self.reward_names)
+        _check_weights(self.rollout, self.lora)
         check_outcome(self.eval, self.reward_names)
         self._check_sources()
         if self.data.eval_path is None and self.data.eval_split is None:
@@ -232,6 +242,17 @@ def check_outcome(evaluation: EvalConfig, names: list[str]) -> None:
     refuse(
         outcome is not None and outcome not in names,
         f"eval.outcome {outcome!r} is not a reward of this run: {did_you_mean(outcome or '', names)}",
+    )
+
+
+def _check_weights(rollout: RolloutConfig, lora: LoraConfig) -> None:
+    refuse(
+        rollout.weights == "unmerged" and not lora.rank,
+        "rollout.weights unmerged samples with adapters, and without lora.rank there are none: set it, or remove this",
+    )
+    refuse(
+        rollout.weights == "int8" and lora.load_in_4bit,
+        "rollout.weights int8 copies weights that lora.load_in_4bit has in four bits: set it to unmerged",
     )
 
 

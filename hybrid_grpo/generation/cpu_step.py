@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
+from hybrid_grpo.model.eight_bits import Int8Linear
 from hybrid_grpo.model.kernels.build import run
 from hybrid_grpo.model.kernels.decoding import Alike, epsilon_of, fits, norm_offset
 from hybrid_grpo.model.kernels.states import WIDEST
@@ -116,6 +117,8 @@ class CpuStep:
 
     def _matrix(self, linear: Any) -> _Matrix:
         weight = getattr(linear, "base_layer", linear).weight
+        if isinstance(linear, Int8Linear):
+            return _Matrix(*self._at(weight, linear.scale))
         if (form := getattr(weight, "quant_state", None)) is None:
             return _Matrix(*self._at(weight))
         from bitsandbytes.functional import dequantize_blockwise

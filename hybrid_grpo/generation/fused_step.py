@@ -19,6 +19,7 @@ from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.cpu_step import CpuStep, attention_layers, fitting, has_delta, is_gated, mlp_layers
 from hybrid_grpo.generation.gpu_step import GpuStep, can_read
 from hybrid_grpo.generation.paged_attention import decode_step
+from hybrid_grpo.model.eight_bits import Int8Linear
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.kernels.decoding import epsilon_of
@@ -56,7 +57,7 @@ _agreed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
     """Return the fused decode step of a model with unsharded weights; None if the model cannot use one."""
-    parameters = [parameter for parameter in model.parameters() if parameter.dtype != torch.uint8]
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     on_gpu = gpu.usable(*parameters)
     half = on_gpu or usable(*parameters, dtype=torch.bfloat16)
     if not (half or usable(*parameters)) or not _looks_right(model, cache, on_gpu):
@@ -119,7 +120,7 @@ def _layer_looks_right(layer: Any, norm: Any, on_gpu: bool) -> bool:
 
 def _can_read(linear: Any, on_gpu: bool) -> bool:
     base = getattr(linear, "base_layer", linear)
-    return can_read(linear) if on_gpu else type(base) is nn.Linear or reads_packed(base)
+    return can_read(linear) if on_gpu else type(base) in (nn.Linear, Int8Linear) or reads_packed(base)
 
 
 def _shapes(linears: Sequence[Any]) -> tuple[tuple[int, int], ...]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.paged_attention import DecodeStep
+from hybrid_grpo.model.eight_bits import Int8Linear
 from hybrid_grpo.model.gathered_weights import joined
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.lora import Adapter, reads_packed
@@ -114,16 +115,17 @@ class GpuStep:
 def _matrices(modules: Sequence[Any]) -> list[Any]:
     """Return linear modules on the same input as one matrix if they are neighbors in memory, else each."""
     biases = [module.bias for module in modules if module.bias is not None]
-    if all(type(module) is nn.Linear for module in modules):
+    if {type(module) for module in modules} in ({nn.Linear}, {Int8Linear}):
         weight = joined([module.weight for module in modules])
         bias = joined(biases) if len(biases) == len(modules) else None
         if weight is not None and (bias is not None or not biases):
-            return [gpu.products.Matrix(weight, bias)]
+            scales = [module.scale for module in modules if isinstance(module, Int8Linear)]
+            return [gpu.products.Matrix(weight, bias, scale=joined(scales) if scales else None)]
     return [_matrix(module) for module in modules]
 
 
 def _matrix(module: Any) -> Any:
-    """Return a linear layer of torch, bitsandbytes or peft as the kernel reads it."""
+    """Return a linear layer, one of bitsandbytes or peft too, as the kernel reads it."""
     adapter, linear = None, _linear_of(module)
     if linear is not module:
         found = Adapter.of(module)
@@ -131,17 +133,17 @@ def _matrix(module: Any) -> Any:
     packed, state = None, getattr(linear.weight, "quant_state", None)
     if state is not None:
         packed = gpu.products.Packed(state.code, state.absmax, state.state2.code, state.state2.absmax, state.offset)
-    return gpu.products.Matrix(linear.weight, linear.bias, packed, adapter)
+    return gpu.products.Matrix(linear.weight, linear.bias, packed, adapter, getattr(linear, "scale", None))
 
 
 def can_read(module: Any) -> bool:
-    """Whether the kernel can multiply with a linear layer of bitsandbytes, or of peft."""
+    """Whether the kernel can multiply with a linear layer, also one of bitsandbytes or peft."""
     linear, half = _linear_of(module), torch.float16
     if linear is not module:
         down = Adapter.of(module).down
         if down.dtype == half or len(down) > gpu.products.MOST_RANK // (down.itemsize // 2) ** 2:
             return False
-    if type(linear) is nn.Linear:
+    if type(linear) in (nn.Linear, Int8Linear):
         return linear.weight.dtype != half
     return reads_packed(linear) and linear.weight.quant_state.dtype != half
 

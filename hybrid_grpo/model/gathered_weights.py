@@ -3,20 +3,24 @@
 A view is a second module of the same class with its own attention, but without hooks, gradients or storage. While it
 is gathered, its parameters are the unsharded ("whole") weights. Below ZeRO stage 3, and on one rank, they are the
 engine's own memory; otherwise slices of one buffer that the shards are gathered into. Adapters are merged into that
-buffer, or into copies of the engine's memory, unless the view calls the layers in training. A view may keep this
-memory, so that weights are at the same addresses every time. The module in training is never touched.
+buffer, or into copies of the engine's memory, unless the view calls the layers in training. Linear layers may instead
+be copied in eight bits, one after the other. A view may keep this memory, so that weights are at the same addresses
+every time. The module in training is never touched.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.distributed.ranks import world_size
+from hybrid_grpo.model.eight_bits import Int8Linear, eight_bit_layers, quantize
 from hybrid_grpo.model.lora import Adapter
+
+Weights = Literal["merged", "unmerged", "int8"]
 
 _ALIGNED_BYTES = 128
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -57,7 +61,8 @@ class View:
         device: where the whole weights are.
         adapters: the adapters in `source`, by the path of their layer in `module`.
         keep: keep the memory of gathered and merged weights for the next `gather`.
-        merge: merge adapters and unpack weights in four bits; else call the layers of `source`, which is not `sharded`.
+        weights: `merged` merges adapters and unpacks weights in four bits; `unmerged` calls the layers of `source`,
+            which is not `sharded`; `int8` has linear layers in eight bits, adapters merged before.
         neighbors: lay out the weights of `TOGETHER` as neighbors in memory where they are gathered or merged, and
             those of attention everywhere. Default: on GPUs.
     """
@@ -65,8 +70,9 @@ class View:
     def __init__(
         self, source: nn.Module, module: nn.Module, sharded: bool, device: torch.device,
         adapters: Mapping[str, Adapter] | None = None, keep: bool = False, neighbors: bool | None = None,
-        merge: bool = True,
+        weights: Weights = "merged",
     ) -> None:  # fmt: skip
+        merge = weights != "unmerged"
         self.module, self._sharded, self._device, self.keeps = module, sharded, device, keep
         self._source, self._unmerged = source, None if merge else adapters or {}
         self._adapters = adapters or {} if merge else {}
@@ -83,6 +89,11 @@ class View:
         for path in () if merge else [path for path, _ in module.named_modules()]:
             if path in (adapters or {}) or hasattr(by_name.get(f"{path}.weight"), "quant_state"):
                 module.set_submodule(path, deepcopy(source.get_submodule(path), shared))
+        self._eight_bits: dict[Any, torch.Size] = {}
+        """Shapes of the weights that are gathered in eight bits."""
+        for parent, name, linear in eight_bit_layers(module) if weights == "int8" else ():
+            made = Int8Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+            setattr(parent, name, made)
         for path, child in module.named_modules():
             if any(p in parameters for p in child._parameters.values()):
                 continue  # a layer of the source, whose weights are in place
@@ -91,6 +102,8 @@ class View:
                 if child._parameters[name] is not None:
                     # A tied weight is one parameter in several modules.
                     self._homes.setdefault(by_name[prefix + name], []).append((child, name))
+                    if isinstance(child, Int8Linear) and name == "weight":
+                        self._eight_bits[by_name[prefix + name]] = child.weight.shape
             for name in child._buffers:
                 child._buffers[name] = buffers.get(prefix + name)
         self._changed = {adapter.linear.weight for adapter in self._adapters.values()}
@@ -105,22 +118,24 @@ class View:
         found = []
         for names in TOGETHER:
             parts = [getattr(child, name, None) for name in names]
-            if all(type(part) is nn.Linear for part in parts):
+            if {type(part) for part in parts} in ({nn.Linear}, {Int8Linear}):
                 found += [[of_home.get((part, kind)) for part in parts] for kind in ("weight", "bias")]
-        return [group for group in found if None not in group]
+        return [group for group in found if None not in group and group[0] not in self._eight_bits]
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Give every parameter its whole weight. Collective when sharded over ranks."""
+    def gather(self, *, exact: bool = False) -> None:
+        """Give every parameter its whole weight, none in eight bits if `exact`. Collective when sharded over ranks."""
+        eight_bits = {} if exact else self._eight_bits
         matrices = [p for adapter in self._adapters.values() for p in (adapter.down, adapter.up)]
-        every = [*self._homes, *matrices]
-        whole = self._whole(every, self._memory)
+        every = [*(p for p in self._homes if p not in eight_bits), *matrices]
+        memory = self._new if exact and self._eight_bits else self._memory
+        whole = self._whole(every, memory)
         copies = self._copies(every)
         places = {} if copies else self._beside(whole)
-        for weight in self._changed:
+        for weight in self._changed.difference(eight_bits):
             form = whole[weight]
             if weight not in places:
-                places[weight] = form if copies else self._memory(weight, form.numel(), form.dtype).view(form.shape)
+                places[weight] = form if copies else memory(weight, form.numel(), form.dtype).view(form.shape)
             if form.is_meta:
                 from bitsandbytes.functional import dequantize_4bit
 
@@ -128,12 +143,27 @@ class View:
                 if not self.keeps:
                     self._away[weight] = self._away[weight] if weight in self._away else weight.data.cpu()
                     weight.data = weight.data.new_empty(0)
-        for adapter in self._adapters.values():
-            weight = adapter.linear.weight
-            form, down, up = (whole[p].to(self._device) for p in (weight, adapter.down, adapter.up))
-            whole[weight] = adapter.merged(form, down, up, places[weight])
+        adapter_of = {adapter.linear.weight: adapter for adapter in self._adapters.values()}
+
+        def merged(weight: Any, form: Tensor, out: Tensor) -> Tensor:
+            adapter = adapter_of[weight]
+            form, down, up = (x.to(self._device) for x in (form, whole[adapter.down], whole[adapter.up]))
+            return adapter.merged(form, down, up, out)
+
+        for weight in adapter_of.keys() - eight_bits.keys():
+            whole[weight] = merged(weight, whole[weight], places[weight])
+        codes = memory("codes", sum(shape.numel() for shape in eight_bits.values()), torch.int8)
+        scales = memory("scales", sum(shape[0] for shape in eight_bits.values()), torch.float32)
+        scale_of: dict[Any, Tensor] = {}
+        for weight, shape in eight_bits.items():
+            form = self._whole([weight], self._new)[weight]
+            if weight in adapter_of:
+                form = merged(weight, form, torch.empty(shape, dtype=form.dtype, device=self._device))
+            whole[weight], scale_of[weight] = codes[: shape.numel()].view(shape), scales[: shape[0]]
+            quantize(form, whole[weight], scale_of[weight])
+            codes, scales = codes[shape.numel() :], scales[shape[0] :]
         for parameter, homes in self._homes.items():
-            self._bind(homes, whole[parameter])
+            self._bind(homes, whole[parameter], scale_of.get(parameter))
 
     def _beside(self, whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Copy weights that are to be neighbors side by side, unless they are; return where changed ones will be."""
@@ -174,10 +204,12 @@ class View:
             weight.data = packed.to(self._device)
 
     @staticmethod
-    def _bind(homes: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
+    def _bind(homes: list[tuple[nn.Module, str]], tensor: Tensor, scale: Tensor | None = None) -> None:
         bound = nn.Parameter(tensor, requires_grad=False)
         for module, name in homes:
             module._parameters[name] = bound
+            if isinstance(module, Int8Linear) and name == "weight":
+                module.scale = tensor if scale is None else scale
 
     def _copies(self, every: list[Any]) -> bool:
         """Whether whole weights are copies of the engine's memory."""

@@ -15,6 +15,7 @@ from hybrid_grpo.data.loader import TrainingPrompts
 from hybrid_grpo.data.prompts import count_equal, read_prompts
 from hybrid_grpo.data.sources import held_out_source, training_source
 from hybrid_grpo.grpo.objective import Objective, load_objective
+from hybrid_grpo.model.eight_bits import check_weights
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.rewards.loader import Reward, load_entries
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
@@ -110,6 +111,7 @@ class RunInputs(EvalInputs):
         objective = load_objective(config.grpo)
         sampler = SamplingContext.read(config.policy, config.rollout, needs_weights=config.needs_weights)
         check_lora(config.lora, sampler.model_config)
+        check_weights(config.rollout.weights, sampler.model_config)
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
         training = read_training_prompts(config, sampler, partners)
         timeline = Timeline(config.run.steps, len(training.prompts) / config.rollout.prompts_per_step)

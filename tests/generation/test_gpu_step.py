@@ -62,12 +62,22 @@ def test_adapters_and_weights_in_four_bits_are_multiplied_as_they_are(four_bits,
     model = load_model(PolicyConfig(model=str(tmp_path), dtype="float32"), ATTENTION, four_bits=four_bits)
     adapters = Adapters(model, LoraConfig(rank=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]), seed=1)
     # In evaluation, bitsandbytes would lay weights out anew on a CPU.
-    view = View(model, meta_copy(model, ATTENTION), False, torch.device(DEVICE), adapters.by_layer, merge=False)
+    view = View(model, meta_copy(model, ATTENTION), False, torch.device(DEVICE), adapters.by_layer, weights="unmerged")
     view.gather()
     with torch.inference_mode():
         assert isinstance(fused_step(view.module, cache_of(view.module)), GpuStep)
     # At four positions, of 3 and 24 rows by kernels alone; of 36 torch multiplies the head and plain gates.
     assert kernels.count("_product") == 4 * (2 * (2 * 7 + 1) + 2 * (7 if four_bits else 5))
+
+
+@torch.inference_mode()
+def test_weights_in_eight_bits_are_multiplied_as_they_are(kernels):
+    """By kernels for any number of rows, those on the same input as one; two layers and the head, at four positions."""
+    model = build(tiny_config("qwen2", 64))
+    view = View(model, meta_copy(model, ATTENTION), False, torch.device(DEVICE), neighbors=True, weights="int8")
+    view.gather()
+    assert isinstance(fused_step(view.module, cache_of(view.module)), GpuStep)
+    assert kernels.count("_product") == 4 * (2 * (2 * 4 + 1) + 2 * 4)
 
 
 @torch.inference_mode()

@@ -65,6 +65,45 @@ def test_weights_on_the_same_input_are_neighbors(monkeypatch, world):
         made.release()
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_eight_bits_are_those_of_whole_weights_and_leave_the_way_for_exact_ones(monkeypatch, world):
+    """Each is gathered by itself, and what is kept is at the same addresses; rows of zeros stay zeros."""
+    layers = {"q_proj": (64, 8), "k_proj": (64, 5), "v_proj": (64, 7), "o_proj": (24, 16), "head": (64, 9)}
+
+    def model(device):
+        parts = {name: nn.Linear(*sizes, device=device).bfloat16() for name, sizes in layers.items()}
+        return nn.ModuleDict(parts).requires_grad_(False)
+
+    source, module = model("cpu"), model("meta")
+    source.q_proj.weight[2] = 0
+    whole = {name: parameter.detach().clone() for name, parameter in source.named_parameters()}
+    if world > 1:
+        sharded(monkeypatch, source.parameters(), whole.values(), world)
+    made = view.View(source, module, world > 1, torch.device("cpu"), neighbors=True, keep=True, weights="int8")
+    seen, x = set(), torch.randn(3, 64).bfloat16()
+    made.gather(exact=True)
+    for _ in range(2):
+        made.gather()
+        parts = [module[name] for name in ("q_proj", "k_proj", "v_proj")]
+        for name, part in zip("qkv", parts, strict=True):
+            weight, rounded = whole[f"{name}_proj.weight"], part.weight * part.scale[:, None]
+            assert ((rounded - weight).abs() <= weight.abs().amax(1, keepdim=True).float() / 254 + 1e-6).all()
+            assert part.weight.dtype == torch.int8 and (part.weight.abs().amax(1) == 127).all() == (name != "q")
+            expected = nn.functional.linear(x, rounded.bfloat16(), whole[f"{name}_proj.bias"])
+            torch.testing.assert_close(part(x), expected, rtol=0, atol=0)
+        for kind in ("weight", "scale", *(["bias"] if world == 1 else [])):  # shards of biases are padded
+            joined = view.joined([getattr(part, kind) for part in parts])
+            assert torch.equal(joined, torch.cat([getattr(part, kind) for part in parts]))
+        seen.add(module.q_proj.weight.data_ptr())
+        # Too short for the kernels, and the head.
+        assert torch.equal(module.o_proj.weight, whole["o_proj.weight"]) and module.head.weight.dtype == torch.bfloat16
+        made.release()
+        assert all(parameter.numel() == 0 for parameter in module.parameters())
+    assert len(seen) == 1
+    made.gather(exact=True)
+    assert all(torch.equal(parameter, whole[name]) for name, parameter in module.named_parameters())
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_weights_that_the_engine_keeps_gathered_are_used_where_they_are(monkeypatch, keep):
     """Each step of the quickstart gathered its weights three times: for the engine, for decoding, and for training.

@@ -2,7 +2,6 @@
 
 import shutil
 from copy import deepcopy
-from dataclasses import replace
 
 import forks
 import pytest
@@ -63,7 +62,7 @@ def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(archit
     base, model, adapters = adapted(architecture)
     before = {name: p.clone() for name, p in model.named_parameters()}
     adapters.save(tmp_path, {p: p.data for p in adapters.parameters})
-    view, beside = view_of(model, adapters), view_of(model, adapters, merge=False)
+    view, beside = view_of(model, adapters), view_of(model, adapters, weights="unmerged")
     view.gather()
     beside.gather()
     with torch.no_grad():
@@ -80,8 +79,9 @@ def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(archit
     assert greedy(view.module) == greedy(beside.module) == greedy(merged)
     copied, exported = view.module.state_dict(), beside.merged().state_dict()
     assert copied.keys() == exported.keys() and all(torch.equal(exported[name], copied[name]) for name in copied)
-    sizes = DryRun(tiny_config(architecture), PolicyConfig(dtype="float32"), replace(LORA, merge=False))
-    assert geometry_of(beside.module).token_bytes == pytest.approx(sizes.cache_bytes(paged=True)[0], rel=0.02)
+    dry = DryRun(tiny_config(architecture), PolicyConfig(dtype="float32"), LORA)
+    bytes_, _ = dry.cache_bytes(paged=True, unmerged=True)
+    assert geometry_of(beside.module).token_bytes == pytest.approx(bytes_, rel=0.02)
     view.release()
     beside.release()
     assert all(p.numel() == 0 for p in view.module.parameters())
@@ -103,7 +103,7 @@ def test_weights_in_four_bits_are_decoded_as_the_same_numbers_in_full(architectu
         adapters = Adapters(model, lora, seed=1)
         torch.manual_seed(2)
         trained += [adapter.up.data.normal_(std=0.3) for adapter in adapters.by_layer.values()]
-        views += [view_of(model, adapters, kept, neighbors=kept), view_of(model, adapters, kept, merge=False)]
+        views += [view_of(model, adapters, kept, neighbors=kept), view_of(model, adapters, kept, weights="unmerged")]
     view, beside, full_view, _ = views
     assert torch.allclose(packed(IDS).logits, full(IDS).logits, atol=1e-5)
     four_bits = [p for p in packed.parameters() if hasattr(p, "quant_state")]

@@ -101,6 +101,8 @@ def products() -> None:
         gpu.products.product(x, matrix(weight, out[0]), out, {}, norm=x[0])
         gpu.products.product(inner, matrix(empty(1536, 8960)), x, {}, add=True)
         gpu.products.product(x, matrix(empty(2 * 8960, 1536)), inner, {}, norm=x[0], gate=True)
+        eight_bits = matrix(empty(2 * 8960, 1536, dtype=torch.int8), scale=numbers)
+        gpu.products.product(x, eight_bits, inner, {}, norm=x[0], gate=True)
         gpu.products.product(x, matrix(weight, None, None, adapter), out, {})
         gpu.products.product(x, matrix(integers, None, four_bits, adapter), out, {}, norm=x[0])
 

@@ -14,7 +14,10 @@ from hybrid_grpo.trainer import Trainer
 LORA = {"rank": 4, "alpha": 8}
 
 
-def build(folder: Path, stage: int, *, lora: dict[str, Any] = LORA, gradient_checkpointing: bool = False) -> Trainer:
+def build(
+    folder: Path, stage: int, *, lora: dict[str, Any] = LORA, gradient_checkpointing: bool = False,
+    weights: str = "merged",
+) -> Trainer:  # fmt: skip
     """A trainer of adapters on the letters and their tiny model, held close to the model without them."""
     return made(
         folder,
@@ -23,7 +26,8 @@ def build(folder: Path, stage: int, *, lora: dict[str, Any] = LORA, gradient_che
         lora=lora,
         engine={"zero_stage": stage},
         data={"limit": 200, "eval_path": str(folder / "heldout.jsonl"), "eval_limit": 24},
-        rollout={"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16},
+        rollout={"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16}
+        | {"weights": weights},
         grpo={"beta": 0.1 if lora else 0.0},
     )
 
@@ -31,8 +35,8 @@ def build(folder: Path, stage: int, *, lora: dict[str, Any] = LORA, gradient_che
 def adapted(folder: Path) -> dict[str, Any]:
     """Two steps of adapters, in rollouts at stage 2 beside the weights, and the second again from a checkpoint."""
     stage = int(folder.name[-1])
-    lora = LORA | {"merge": stage != 2}
-    trainer = build(folder.parent, stage, lora=lora)
+    weights = "unmerged" if stage == 2 else "merged"
+    trainer = build(folder.parent, stage, weights=weights)
     # Ranks are known once the engine is there.
     out = folder.with_name(f"{folder.name}.{world_size()}")
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
@@ -60,7 +64,7 @@ def adapted(folder: Path) -> dict[str, Any]:
 
     if world_size() == 1:
         seen["gradient"] = _gradient(trainer, batches, rollout, out)
-    again = build(folder.parent, stage, lora=lora, gradient_checkpointing=True)
+    again = build(folder.parent, stage, weights=weights, gradient_checkpointing=True)
     newest, _ = checkpoints.newest_whole()
     assert newest is not None
     state = checkpoints.load(again.policy.engine, newest)
@@ -72,8 +76,8 @@ def adapted(folder: Path) -> dict[str, Any]:
 
 def packed(folder: Path) -> dict[str, Any]:
     """Two steps of adapters beside a base in four bits, in rollouts too; in other folders as their names say."""
-    kinds = {"plain": {}, "merged": {"load_in_4bit": True}}
-    trainer = build(folder, 2, lora=LORA | kinds.get(folder.name, {"load_in_4bit": True, "merge": False}))
+    weights = "merged" if folder.name in ("plain", "merged") else "unmerged"
+    trainer = build(folder, 2, lora=LORA | {"load_in_4bit": folder.name != "plain"}, weights=weights)
     seen = two_steps(trainer)
     trainer.policy.export(folder / "exported")
     seen["adapters"] = _sums(trainer)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ZERO = "engine.deepspeed.zero_optimization."
 _ALIKE = (
-    *(f"{_ZERO}offload_param.device", "engine.offload_optimizer", "engine.zero_stage", "lora.merge"),
+    *(f"{_ZERO}offload_param.device", "engine.offload_optimizer", "engine.zero_stage", "rollout.weights"),
     *("policy.gradient_checkpointing", "policy.micro_batch_tokens", "engine.sequence_parallel"),
     f"{_ZERO}stage3_max_live_parameters",
     *("rollout.keep_cache", "rollout.max_slots", "rollout.cache_gb", "rollout.prefill_tokens"),
@@ -42,7 +42,7 @@ def sufficient(plan: Plan, among: Collection[str] = _ALIKE) -> list[str] | None:
                 break
         else:
             # Weights that adapters are beside have to be whole, and cannot be in host memory.
-            return sufficient(plan, {*among} - {"lora.merge"}) if "lora.merge" in made else None
+            return sufficient(plan, {*among} - {"rollout.weights"}) if "rollout.weights" in made else None
     for name in filter(made.__contains__, _ALIKE):
         fewer = {other: value for other, value in made.items() if other != name}
         if (tried := _possible(plan, fewer)) is not None and tried.lacking is None:
@@ -99,15 +99,15 @@ def with_settings(plan: Plan, settings: dict[str, str]) -> Plan | None:
     config = plan.config
     for name, text in settings.items():
         section, *path = name.split(".")
-        if section not in ("engine", "policy", "rollout") and name != "lora.merge":
+        if section not in ("engine", "policy", "rollout"):
             return None
-        value: Any = text if text in ("off", "cpu", "offload", "between_steps") else json.loads(text)
+        value: Any = text if text in ("off", "cpu", "offload", "between_steps", "unmerged") else json.loads(text)
         config = replace(config, **{section: _set(getattr(config, section), path, value)})
-    if not config.lora.merge and config.engine.zero_stage is None:
+    if config.rollout.weights == "unmerged" and config.engine.zero_stage is None:
         config = replace(config, engine=replace(config.engine, zero_stage=2))  # as when it is built
-    if (config.lora.load_in_4bit or not config.lora.merge) and config.engine.stage(plan.ranks) == 3:
+    if config.needs_whole and config.engine.stage(plan.ranks) == 3:
         return None
-    dry, before = ((of.policy.gradient_checkpointing, of.lora) for of in (config, plan.config))
+    dry, before = ((of.policy.gradient_checkpointing, of.rollout.weights) for of in (config, plan.config))
     if dry != before:
         sizes = plan.measured(config, plan.batch) if plan.measured else None
     elif (config.policy, config.engine.sequence_parallel) != (plan.config.policy, plan.config.engine.sequence_parallel):

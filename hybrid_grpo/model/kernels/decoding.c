@@ -31,12 +31,6 @@ static void wide_columns(float *out, const float *x, const float *w, const float
     }
 }
 
-/* Weights w[n][k]: floats; halves, where the input is `half`; or, if there are scales, numbers in four bits. */
-struct matrix {
-    const void *w;
-    const float *scales, *code;
-};
-
 static void columns(float *out, const struct input *in, struct matrix w, const float *bias, int64_t n, int64_t first,
                     int64_t end)
 {
@@ -44,16 +38,19 @@ static void columns(float *out, const struct input *in, struct matrix w, const f
     if (!in->half && !w.scales)
         wide_columns(out, in->x, w.w, bias, m, n, k, first, end);
     else if (in->packed && end - first == 2 * SIDE && (!w.scales || k <= MOST_UNPACKED)) {
-        half own[w.scales ? 2 * SIDE * k : 1];
-        if (w.scales)
-            unpack(own, w.w, w.scales, w.code, first * k, 2 * SIDE * k);
-        half_columns(out + first, in->packed, w.scales ? own : (const half *)w.w + first * k, bias ? bias + first : 0, m, n, k);
+        const int64_t count = w.scales ? UNPACKED(m) : 2 * SIDE;
+        half own[w.scales ? count * k : 1];
+        for (int64_t c = first; c < end; c += count) {
+            if (w.scales)
+                unpack_rows(own, w, c, count, k);
+            half_columns(out + c, in->packed, w.scales ? own : (const half *)w.w + c * k, bias ? bias + c : 0, count, m, n, k);
+        }
     } else
         for (int64_t c = first; c < end; c += 4) {
             const int64_t count = end - c < 4 ? end - c : 4;
             float wide[4 * k];
             if (w.scales)
-                unpack_wide(wide, w.w, w.scales, w.code, c * k, count * k, in->half);
+                unpack_wide(wide, w, c, count, k, in->half);
             else
                 widen(wide, (const half *)w.w + c * k, count * k);
             wide_columns(out + c, in->x, wide, bias ? bias + c : 0, m, n, k, 0, count);

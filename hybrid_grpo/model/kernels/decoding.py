@@ -20,7 +20,7 @@ FEW_ROWS = 512
 def install_kernels(model: Any) -> None:
     """Make a model's linear and RMS-norm modules use the kernels; its weights must not be sharded. A norm is replaced
     only if one of the two known formulas (weight, or 1 + weight) agrees with its own forward."""
-    if not usable(*model.parameters()):
+    if not usable(*(p for p in model.parameters() if p.is_floating_point())):
         return
     for module in model.modules():
         kind = type(module)

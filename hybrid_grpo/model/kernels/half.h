@@ -79,10 +79,13 @@ static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job
     memcpy(packed + job * SIDE * SIDE, rows, sizeof rows);
 }
 
+/* Columns that are unpacked at a time. */
+#define UNPACKED(m) (2 * SIDE)
+
 /* 32 columns of out[m][n] = x[m][k] w[32][k]^T + bias[32]. Accumulators are tiles 0 to 3: of 32 rows of the weight, in
  * tiles 4 and 5, and 32 rows of the input, in 6 and 7. */
-static void half_columns(float *out, const word *packed, const half *w, const float *bias, int64_t m, int64_t n,
-                         int64_t k)
+static void half_columns(float *out, const word *packed, const half *w, const float *bias, int64_t count, int64_t m,
+                         int64_t n, int64_t k)
 {
     const int64_t across = k / (2 * SIDE), block = across * SIDE * SIDE;
     words sums[2][2][SIDE];
@@ -147,6 +150,9 @@ static int multiplies_halves(void)
 #else
 static int multiplies_halves(void) { return PAIRED[1] != 0; }
 
+/* What few rows multiply stays in the first cache. */
+#define UNPACKED(m) ((m) <= 2 * ROWS ? 4 : 2 * SIDE)
+
 /* The numbers in their own order: AVX-512 multiplies and adds two of each sum at once. */
 static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job)
 {
@@ -155,11 +161,11 @@ static void pack(word *packed, const float *x, int64_t m, int64_t k, int64_t job
         narrow((half *)packed + at, x + at, 2 * SIDE);
 }
 
-static void half_columns(float *out, const word *packed, const half *w, const float *bias, int64_t m, int64_t n,
-                         int64_t k)
+static void half_columns(float *out, const word *packed, const half *w, const float *bias, int64_t count, int64_t m,
+                         int64_t n, int64_t k)
 {
     for (int64_t row = 0; row < m; row += ROWS)
-        for (int64_t c = 0; c < 2 * SIDE; c += 4)
+        for (int64_t c = 0; c < count; c += 4)
             PAIRED[m - row < ROWS ? m - row : ROWS](out + row * n + c, (const half *)packed + row * k, w + c * k,
                                                     bias ? bias + c : 0, n, k, k);
 }
@@ -213,17 +219,48 @@ static void unpack(half *out, const uint8_t *codes, const float *scales, const f
     }
 }
 
-/* The same as floats, rounded to halves or not. */
-static void unpack_wide(float *out, const uint8_t *codes, const float *scales, const float *code, int64_t first, int64_t n,
-                        int64_t rounds)
+/* Weights w[n][k]: floats; halves, where the input is `half`; or, if there are scales, numbers in four bits, or, without
+ * a code, in eight: whole ones times the scale of their row. */
+struct matrix {
+    const void *w;
+    const float *scales, *code;
+};
+
+/* out[rows][k], rounded, from those of a matrix from `first` on. */
+static void unpack_rows(half *out, struct matrix w, int64_t first, int64_t rows, int64_t k)
 {
-    half own[FOUR_BITS];
-    for (int64_t at = first; at < first + n; at += FOUR_BITS, out += FOUR_BITS) {
-        for (int64_t i = 0; i < FOUR_BITS && !rounds; i++)
-            out[i] = code[codes[(at + i) / 2] >> (i % 2 ? 0 : 4) & 15] * scales[at / FOUR_BITS];
-        if (rounds) {
-            unpack(own, codes, scales, code, at, FOUR_BITS);
-            widen(out, own, FOUR_BITS);
-        }
+    if (w.code) {
+        unpack(out, w.w, w.scales, w.code, first * k, rows * k);
+        return;
     }
+    for (int64_t r = first; r < first + rows; r++)
+        for (int64_t at = 0; at < k; at += 2 * SIDE, out += 2 * SIDE) {
+            const int8_t *codes = (const int8_t *)w.w + r * k + at;
+#ifdef __AVX512BF16__
+            const __m512 scale = _mm512_set1_ps(w.scales[r]);
+            const __m512 a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)codes)));
+            const __m512 b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(codes + SIDE))));
+            _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(b, scale), _mm512_mul_ps(a, scale)));
+#else
+            float wide[2 * SIDE];
+            for (int64_t i = 0; i < 2 * SIDE; i++)
+                wide[i] = codes[i] * w.scales[r];
+            narrow(out, wide, 2 * SIDE);
+#endif
+        }
+}
+
+/* The same as floats, rounded to halves or not. */
+static void unpack_wide(float *out, struct matrix w, int64_t first, int64_t rows, int64_t k, int64_t rounds)
+{
+    const uint8_t *codes = w.w;
+    if (rounds) {
+        half own[rows * k];
+        unpack_rows(own, w, first, rows, k);
+        widen(out, own, rows * k);
+        return;
+    }
+    for (int64_t at = first * k; at < (first + rows) * k; at++, out++)
+        *out = w.code ? w.code[codes[at / 2] >> (at % 2 ? 0 : 4) & 15] * w.scales[at / FOUR_BITS]
+                      : ((const int8_t *)codes)[at] * w.scales[at / k];
 }

@@ -134,13 +134,13 @@ class DryRun:
             return self._scale * marks[1]
 
     @torch.no_grad()
-    def cache_bytes(self, paged: bool) -> tuple[int, int]:
+    def cache_bytes(self, paged: bool, unmerged: bool = False) -> tuple[int, int]:
         """Return the bytes of one token's keys and values (0 without attention), and those of a sequence's states,
         which only the paged decoder lays out beforehand."""
         if paged:
             with torch.device("meta"):
                 view = type(self.model)._from_config(deepcopy(self.model.config), attn_implementation=ATTENTION)
-                if self._lora.rank and not self._lora.merge:
+                if unmerged:
                     Adapters(view, self._lora, seed=0)  # of a layer with adapters, latents are not cached
             with self._fake:
                 view.to_empty(device="cpu")
@@ -264,7 +264,8 @@ def measure(
         return [sum(w * size for (_, w), size in zip(runs, of, strict=True)) for of in zip(*of_runs, strict=True)]
 
     parameters = list(dry.model.parameters())
-    token_bytes, state_bytes = added(run.cache_bytes(paged=config.rollout.decoder == "paged") for run, _ in runs)
+    paged, unmerged = config.rollout.decoder == "paged", config.rollout.weights == "unmerged"
+    token_bytes, state_bytes = added(run.cache_bytes(paged, unmerged) for run, _ in runs)
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
     [reading], peaks = added([run.reading(micro)] for run, _ in runs), [run.peaks(micro) for run, _ in runs]
     kept, forward, head, last, _, hosted = added(peaks)

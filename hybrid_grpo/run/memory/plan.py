@@ -108,6 +108,7 @@ class Plan:
         self.stage, self.dtype = config.engine.stage(self.ranks), 2 if config.policy.dtype == "bfloat16" else 4
         self.n, self.t = self.sizes.parameters, self.sizes.trained
         self.packed = self.sizes.linear if config.lora.load_in_4bit else 0
+        self.weights = config.rollout.weights
         self.owned = -(-self.t // self.ranks) if self.stage else self.t  # elements that this rank's optimizer steps
         zero = config.engine.deepspeed.get("zero_optimization", {})
         self.hosted = self.gpu and zero.get("offload_param", {}).get("device", "none") != "none"
@@ -200,11 +201,12 @@ class Plan:
         activations = Part("activations", held, remedies.smaller_micro_batches(self))
         freed = [] if self.gpu else [activations]
         # ZeRO-3 keeps its buffers of gradients from step to step.
-        gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), self.four_bits(on_host=False)]
-        gathered += [] if kept else [self.gathered()]
+        rest = [*fixed, *freed, *([gradients] if self.stage == 3 else []), self.four_bits(on_host=False)]
+        gathered = rest if kept else [*rest, self.gathered()]
+        exported = [*rest, self.gathered(exact=True)] if self.weights == "int8" else gathered
         unpacked = Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(self.packed))
         generating = [*gathered, *([] if kept else [self.graphs()]), *([] if self.gpu else [self.copy()])]
-        generating += [] if self.config.lora.merge else [unpacked]
+        generating += [unpacked] if self.weights == "unmerged" else []
         generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
@@ -221,7 +223,7 @@ class Plan:
             "reduction": [*updating, reduction],
             "optimizer step": [*updating, *optimizer.stepping(self)],
             # A GPU's weights are copied to the host and written from there.
-            "export": [*gathered, *([] if self.gpu else [self.export])],
+            "export": [*exported, *([] if self.gpu else [self.export])],
         }
         return tuple(Phase(name, tuple(p for p in self.held(parts) if p.bytes)) for name, parts in named.items())
 
@@ -258,7 +260,7 @@ class Plan:
 
     def four_bits(self, *, on_host: bool | None = None) -> Part:
         """Return the packed weights; if asked, those that wait on this side while decoding has them in full."""
-        waits = self.gpu and not self.keeps and self.config.lora.merge
+        waits = self.gpu and not self.keeps and self.weights != "unmerged"
         elsewhere = on_host is not None and on_host != waits
         return Part("weights in 4 bits", 0 if elsewhere else int(_PACKED_BYTES * self.packed))
 
@@ -276,12 +278,17 @@ class Plan:
         weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
         return Part("reward models", weights, "zero_stage 3 in kwargs of rewards")
 
-    def gathered(self) -> Part:
-        """Return the weights that `View` gathers: all, those with adapters, or on a GPU queries, keys and values."""
-        lora, beside = self.config.lora, self.sizes.attending if self.gpu and self.config.lora.merge else 0
-        elements = self.n if self.sharded else self.sizes.linear if lora.rank and lora.merge else beside
-        can = lora.rank and lora.merge and self.config.engine.zero_stage != 3
-        return Part("gathered weights", self.dtype * elements, "lora.merge false" if can else "")
+    def gathered(self, *, exact: bool = False) -> Part:
+        """Return the weights that `View` gathers: all, those with adapters, or on a GPU queries, keys and values; in
+        eight bits linear layers, and one of them in full."""
+        lora, linear = self.config.lora, self.sizes.linear
+        if self.weights == "int8" and not exact:
+            whole = self.n - linear + self.sizes.largest_linear if self.sharded else 0
+            return Part("gathered weights", linear + self.dtype * whole)
+        beside = self.sizes.attending if self.gpu and self.weights == "merged" else 0
+        elements = self.n if self.sharded else linear if lora.rank and self.weights != "unmerged" else beside
+        can = lora.rank and self.weights == "merged" and self.config.engine.zero_stage != 3
+        return Part("gathered weights", self.dtype * elements, "rollout.weights unmerged" if can else "")
 
     def reference(self) -> Part:
         """Return the reference, sharded over the ranks, and the float32 average that it may be the rounding of. With

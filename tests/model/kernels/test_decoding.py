@@ -18,6 +18,7 @@ from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_a
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.eight_bits import Int8Linear
 from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
@@ -194,9 +195,9 @@ def test_weights_in_four_bits_are_multiplied_as_the_same_numbers_in_full(dtype, 
         adapters = Adapters(model, lora, seed=1)
         for adapter in adapters.by_layer.values():
             adapter.up.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
-        view = View(model, meta_copy(model, ATTENTION), False, torch.device("cpu"), adapters.by_layer, merge=False)
-        view.gather()
-        cache = PagedCache(geometry_of(view.module), 8, 4, torch.device("cpu"), 7, 7)
+        cpu, module = torch.device("cpu"), meta_copy(model, ATTENTION)
+        (view := View(model, module, False, cpu, adapters.by_layer, weights="unmerged")).gather()
+        cache = PagedCache(geometry_of(view.module), 8, 4, cpu, 7, 7)
         step = fused_step(view.module, cache)
         assert isinstance(step, CpuStep)
         rows = Rows(
@@ -204,6 +205,29 @@ def test_weights_in_four_bits_are_multiplied_as_the_same_numbers_in_full(dtype, 
         )
         logits.append(step(rows).clone())
     assert torch.equal(*logits) and logits[0].std() > 0.1
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_weights_in_eight_bits_are_multiplied_as_the_same_numbers_in_full(dtype):
+    """To the bit, of few rows, for which few columns are unpacked at a time, and of more."""
+    model, cpu = build(tiny_config("qwen3", 192)).to(dtype), torch.device("cpu")
+    (view := View(model, meta_copy(model, ATTENTION), False, cpu, weights="int8")).gather()
+    full = deepcopy(model)
+    for path, linear in full.named_modules():
+        if isinstance(rounded := view.module.get_submodule(path), Int8Linear):
+            linear.weight.copy_(rounded.weight * rounded.scale[:, None])
+    (plain := View(full, meta_copy(full, ATTENTION), False, cpu)).gather()
+    for n in (1, 7, 13, 40):
+        logits = []
+        for module in (view.module, plain.module):
+            cache = PagedCache(geometry_of(module), n + 1, 4, cpu, n, n)
+            step = fused_step(module, cache)
+            assert isinstance(step, CpuStep)
+            table = torch.arange(1, n + 1, dtype=torch.int32)[:, None]
+            logits.append(step(Rows(torch.arange(n), table, torch.zeros(n, dtype=torch.long), 1)).clone())
+        assert torch.equal(*logits) and logits[0].std() > 0.1
 
 
 @needs_compiler

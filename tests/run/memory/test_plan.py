@@ -88,7 +88,7 @@ def test_weights_in_four_bits_wait_in_host_memory_where_decoding_needs_the_room(
         assert seen["backward"]["unpacked weights"] == 2 * SIZES.largest_linear
         held = {part.name: part.bytes for part in made.host.parts}, seen["generation"]
         assert [of.get("weights in 4 bits", 0) for of in held] == ([packed, 0] if keep == "off" else [0, packed])
-    beside = parts(replace(config, lora=replace(config.lora, merge=False)), 1)["generation"]
+    beside = parts(replace(config, rollout=RolloutConfig(weights="unmerged")), 1)["generation"]
     assert beside["weights in 4 bits"] == packed and "gathered weights" not in beside
 
 
@@ -96,8 +96,8 @@ def test_a_copy_with_merged_adapters_that_does_not_fit_is_given_up():
     config, adapters = recipe(2, lora=LoraConfig(rank=8)), replace(SIZES, trained=10**7)
     hardware, measured = replace(GPU, device_bytes=6 * N), lambda *_: adapters
     plan = Plan(config, adapters, batch_plan(config, 1), 512, hardware, measured=measured)
-    assert sufficient(plan) == ["lora.merge false"]
-    assert "gathered weights" not in parts(replace(config, lora=replace(config.lora, merge=False)), 1)["generation"]
+    assert sufficient(plan) == ["rollout.weights unmerged"]
+    assert "gathered weights" not in parts(replace(config, rollout=RolloutConfig(weights="unmerged")), 1)["generation"]
 
 
 def test_a_stage_that_is_left_open_is_two_where_whole_weights_have_room():

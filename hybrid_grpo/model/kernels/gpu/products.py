@@ -2,7 +2,8 @@
 
 One program multiplies a tile of rows with some rows of the weight. Where these are few, several programs share the
 inputs, and the last of them to end adds up their parts in order, so that results do not vary. A norm before the product
-scales its results instead of its inputs. Weights may be packed in four bits, and have an adapter: both are read here.
+scales its results instead of its inputs. Weights may be packed in four bits or have eight, and have
+an adapter: all are read here.
 """
 
 from typing import NamedTuple
@@ -43,12 +44,14 @@ class Packed(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A linear layer: [outputs, inputs], perhaps packed; a bias, and an adapter: A [rank, inputs], B, a factor."""
+    """A linear layer: [outputs, inputs], perhaps packed; a bias, an adapter: A [rank, inputs], B, a factor; and, if the
+    weight is int8, what multiplies each row of it."""
 
     weight: Tensor
     bias: Tensor | None = None
     packed: Packed | None = None
     adapter: tuple[Tensor, Tensor, float] | None = None
+    scale: Tensor | None = None
 
 
 @triton.jit
@@ -94,10 +97,10 @@ def _shared(parts, arrived, squares, acc, second, GATE: tl.constexpr, ROWS: tl.c
 
 @triton.jit(do_not_specialize=["rows", "share", "rank"])
 def _product(
-    out, x, weight, bias, norm, code, scales, scale_code, scale_scales, offset, down, up, parts, arrived, x_stride,
-    out_stride, rows, outputs, inputs, share, rank, factor, epsilon,
+    out, x, weight, bias, norm, factors, code, scales, scale_code, scale_scales, offset, down, up, parts, arrived,
+    x_stride, out_stride, rows, outputs, inputs, share, rank, factor, epsilon,
     NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
-    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr,
+    SCALED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -127,11 +130,20 @@ def _product(
                 tile = (tl.load(code + bits) * scale[:, None]).to(kind)
             else:
                 tile = _tile(weight, column, wanted, inputs, place, inside)
+            if SCALED:
+                tile = tile.to(tl.float32).to(kind)
             acc = dot(given, tl.trans(tile), acc)
             if GATE:
-                second = dot(given, tl.trans(_tile(weight, outputs + column, wanted, inputs, place, inside)), second)
+                tile = _tile(weight, outputs + column, wanted, inputs, place, inside)
+                if SCALED:
+                    tile = tile.to(tl.float32).to(kind)
+                second = dot(given, tl.trans(tile), second)
             if RANK:
                 low = dot(given, tl.trans(_tile(down, of_rank, ranked, inputs, place, inside).to(kind)), low)
+    if SCALED:
+        acc *= tl.load(factors + column, wanted, 0.0)[None, :]
+        if GATE:
+            second *= tl.load(factors + outputs + column, wanted, 0.0)[None, :]
     if RANK:
         lift = tl.trans(_tile(up, column, wanted, rank, of_rank, ranked).to(kind))
         acc += factor * dot(low.to(kind), lift, tl.zeros([ROWS, COLUMNS], tl.float32))
@@ -168,7 +180,7 @@ def product(
         gate: the first half of the weight's outputs is a gate: write silu(first) * second (`gate.silu_times`).
         add: add the outputs to what `out` has.
     """
-    weight, bias, packed, adapter = matrix
+    weight, bias, packed, adapter, scale = matrix
     (n, inputs), outputs = x.shape, out.shape[1]
     down, up, factor = adapter or (weight, weight, 0.0)
     rank = 0 if adapter is None else len(down)
@@ -183,9 +195,9 @@ def product(
     launch(
         _product, (triton.cdiv(outputs, _COLUMNS), triton.cdiv(n, rows), splits),
         out, x, weight, weight if bias is None else bias, weight if norm is None else norm,
-        *(packed or (weight,) * 5), down, up, parts, arrived,
+        weight if scale is None else scale, *(packed or (weight,) * 5), down, up, parts, arrived,
         x.stride(0), out.stride(0), n, outputs, inputs, share, rank, factor, epsilon,
-        NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, PACKED=packed is not None, RANK=padded,
-        ROWS=rows, COLUMNS=_COLUMNS, INPUTS=_INPUTS,
+        NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, PACKED=packed is not None,
+        SCALED=scale is not None, RANK=padded, ROWS=rows, COLUMNS=_COLUMNS, INPUTS=_INPUTS,
         num_warps=4 if rows == 16 and packed is None else 8, num_stages=min(5, max(2, _SHARED_BYTES // in_flight)),
     )  # fmt: skip

@@ -5,6 +5,7 @@ import torch
 from bitsandbytes import functional
 from gpu_kernels import DEVICE, cases, rounding
 
+from hybrid_grpo.model.eight_bits import quantize
 from hybrid_grpo.model.kernels.gpu import products
 from hybrid_grpo.model.kernels.gpu.products import BLOCK, Matrix, Packed, product
 
@@ -34,6 +35,11 @@ def test_a_product_and_what_stands_around_it(case, seeded, monkeypatch):
         weight, form = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4", blocksize=BLOCK)
         state = Packed(form.code, form.absmax, form.state2.code, form.state2.absmax, form.offset)
         exact = functional.dequantize_4bit(weight, form).double()
+    factors = None
+    if not in_four_bits and rng.random() < 0.4:
+        codes, factors = weight.to(torch.int8), weight.new_empty(len(weight), dtype=torch.float32)
+        quantize(weight, codes, factors)
+        weight, exact = codes, codes.double() * factors[:, None]
     bias, adapter, rank = None, None, rng.choice([3, 16, 20])
     if not gate:
         bias = random(outputs) if rng.random() < 0.5 else None
@@ -55,7 +61,9 @@ def test_a_product_and_what_stands_around_it(case, seeded, monkeypatch):
     if adds:
         expected, size = expected + before, size + before.abs()
     scratch = {}
-    product(x, Matrix(weight, bias, state, adapter), out, scratch, norm=norm, epsilon=EPSILON, gate=gate, add=adds)
+    product(
+        x, Matrix(weight, bias, state, adapter, factors), out, scratch, norm=norm, epsilon=EPSILON, gate=gate, add=adds
+    )
     # Inputs, weights of four bits, what an adapter has between its matrices, and results are rounded, mostly at random.
     bound = (8 if dtype == torch.bfloat16 else 40) * rounding(dtype) * (expected.abs() + size / inputs**0.5)
     assert ((out.double() - expected).abs() <= bound).all()
