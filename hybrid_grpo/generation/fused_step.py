@@ -48,7 +48,7 @@ _FEW = 8
 """Layers, a period of any known pattern, that are compared in half precision: through all 30 of SmolLM2 its rounding
 alone moves the logits after a first token by half of their standard deviation."""
 
-_REPEATS = 1, 8, 12
+_REPEATS = 1, 8, 22
 """A GPU's kernels differ by the number of rows: for up to 16, for up to 32, and for more."""
 
 _agreed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -70,7 +70,8 @@ def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
         base.layers = layers[: _FEW if half else None]
         try:
             if on_gpu:
-                ways = (partial(GpuStep, most_rows=most) for most in (gpu.products.MOST_ROWS, 0))
+                most_rows = gpu.tilings.tiling_of(cache.device).most_rows
+                ways = (partial(GpuStep, most_rows=most) for most in (most_rows, 0))
                 _agreed[model] = next((w for w in ways if gpu.tried(name, partial(_agrees, w, model, cache))), None)
             else:
                 _agreed[model] = CpuStep if _agrees(CpuStep, model, cache) else None

@@ -2,7 +2,7 @@
 
 To decode one token of each sequence, a layer of transformers launches about 40 kernels, most of which read vectors for
 only a microsecond. Here a layer launches six: the products compute the norm before them, and the gate or the sum after
-them; the rotation kernel also writes to the cache. Of more rows than `products.MOST_ROWS` torch computes the products,
+them; the rotation kernel also writes to the cache. Of more rows than `Tiling.most_rows` torch computes the products,
 and a layer launches nine. Weights that multiply the same vectors, if they are neighbors in memory, do so as one (see
 `View`). Layers with weights in four bits, or with an adapter of their own, are read as they are.
 """

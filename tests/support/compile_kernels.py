@@ -27,7 +27,7 @@ from hybrid_grpo.model.kernels import gpu
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
     **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"},
-    **{torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8"},
+    **{torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.int8: "*i8"},
 }
 
 
@@ -88,14 +88,14 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 def products() -> None:
-    """What a decode step of Qwen2.5-1.5B multiplies; then adapters, and weights in four bits."""
+    """What a decode step of Qwen2.5-1.5B multiplies; then weights in eight bits, adapters, and weights in four."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     integers, numbers, matrix = empty(1, dtype=torch.uint8), empty(1, dtype=torch.float32), gpu.products.Matrix
     four_bits = gpu.products.Packed(numbers, integers, numbers, numbers, numbers)
-    for n, rank in ((1, 16), (16, 64), (32, 128)):
+    for n, rank in ((1, 16), (16, 64), (32, 128), (64, 64), (256, 16)):
         x, out, inner = empty(n, 1536), empty(n, 2048), empty(n, 8960)
         weight, adapter = empty(2048, 1536), (empty(rank, 1536), empty(2048, rank), 2.0)
         gpu.products.product(x, matrix(weight, out[0]), out, {}, norm=x[0])

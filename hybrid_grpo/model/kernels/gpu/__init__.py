@@ -7,7 +7,17 @@ checked, once on the device, that it agrees with torch; see `tried`.
 from hybrid_grpo.model.kernels.gpu.launcher import fall_back, fallbacks, proven, slow_ranks, tried, triton, usable
 
 if triton is not None:
-    from hybrid_grpo.model.kernels.gpu import attention, gate, norm, products, rotation, sampling, softmax, states
+    from hybrid_grpo.model.kernels.gpu import (
+        attention,
+        gate,
+        norm,
+        products,
+        rotation,
+        sampling,
+        softmax,
+        states,
+        tilings,
+    )
 
 __all__ = ["fall_back", "fallbacks", "proven", "slow_ranks", "tried", "usable"]
-__all__ += ["attention", "gate", "norm", "products", "rotation", "sampling", "softmax", "states"]
+__all__ += ["attention", "gate", "norm", "products", "rotation", "sampling", "softmax", "states", "tilings"]

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
+from hybrid_grpo.model.kernels.gpu.tilings import Tiling, tiling_of
 
 _UNITS = 2048
 """Most parts that all programs of a launch write."""
@@ -23,8 +24,6 @@ _LEAST = 128
 """Entries for which a program of its own is worth it, at least."""
 # Chosen on an H200: benchmarks/results/gpu_attention.json. One of its multiprocessors has room for two programs with
 # two tiles on their way, which also add up several parts at once, and for four with one.
-_FEW, _MANY = 256, 512
-"""How many programs of equal work end soonest, with two tiles on their way and with one."""
 _DEEP, _SHALLOW = 5, 2
 """Triton's stages with two tiles on their way and with one. Reading the table of pages first takes some of them."""
 _MOST_SPLITS = 64
@@ -225,16 +224,17 @@ def room(scratch: Scratch, numbers: int, device: torch.device, units: int = _UNI
     return scratch[units, numbers]
 
 
-def _tiling(entry_bytes: int, itemsize: int, programs: int) -> tuple[int, int]:
+def _stages(entry_bytes: int, itemsize: int, programs: int, few: int) -> tuple[int, int]:
     """Return the number of entries that each of `programs` loads at once, and Triton's stages."""
     entries = min(max(16, 1 << (_TILE_BYTES // entry_bytes).bit_length() - 1), 64 if itemsize == 2 else 16)
-    return entries, _DEEP if programs <= _FEW // 2 and entries * entry_bytes <= _TILE_BYTES else _SHALLOW
+    return entries, _DEEP if programs <= few // 2 and entries * entry_bytes <= _TILE_BYTES else _SHALLOW
 
 
-def _shares(programs: int) -> tuple[int, int]:
+def _shares(programs: int, tiling: Tiling) -> tuple[int, int]:
     """Return the most programs that share the entries of one of `programs`, and the least entries of each."""
-    if programs <= _MANY // 2:
-        return min(_MOST_SPLITS, (_FEW if programs <= _FEW // 2 else _MANY) // programs), _LEAST
+    few, many, *_ = tiling
+    if programs <= many // 2:
+        return min(_MOST_SPLITS, (few if programs <= few // 2 else many) // programs), _LEAST
     # They are enough by themselves; only sequences far longer than the others would be waited for.
     return max(1, min(4, _UNITS // programs)), 2 * programs
 
@@ -275,10 +275,11 @@ def paged_attention(
     queries = _queries(group, longest, max(d, v), keys.itemsize)
     tiles = -(-group * longest // queries)
     programs = n * kv * tiles
-    splits, least = (wanted or chosen for wanted, chosen in zip((splits, least), _shares(programs), strict=True))
+    chosen = _shares(programs, tiling := tiling_of(query.device))
+    splits, least = (wanted or of for wanted, of in zip((splits, least), chosen, strict=True))
     query = query if query.stride(2) == 1 else query.contiguous()
     (d0, d1), (v0, v1) = _halves(d), _halves(v)
-    entries, stages = _tiling((d0 + d1 + v0 + v1) * keys.itemsize, keys.itemsize, programs)
+    entries, stages = _stages((d0 + d1 + v0 + v1) * keys.itemsize, keys.itemsize, programs, tiling.few)
     shares = v == v0 == d0 and _begin_together(keys, values)
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)

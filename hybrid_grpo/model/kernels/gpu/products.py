@@ -14,12 +14,9 @@ from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.attention import Scratch, dot, room
 from hybrid_grpo.model.kernels.gpu.launcher import launch
+from hybrid_grpo.model.kernels.gpu.tilings import tiling_of
 
-MOST_ROWS = 32
-"""Most rows of a tile. For more, torch's products of plain weights have larger tiles, which load less; not measured."""
-_PROGRAMS = 256
-"""Programs that keep a GPU busy."""
-_COLUMNS, _INPUTS = 64, 64
+_MOST_ROWS, _INPUTS = 128, 64
 _SHARED_BYTES = 96 << 10
 """What the tiles on their way may take of a processor's memory."""
 MOST_RANK = 128
@@ -185,19 +182,22 @@ def product(
     down, up, factor = adapter or (weight, weight, 0.0)
     rank = 0 if adapter is None else len(down)
     padded = max(16, triton.next_power_of_2(rank)) if rank else 0
-    most = MOST_ROWS if padded <= 64 else 16  # an adapter's rank stays in registers too
+    # An adapter's rank stays in registers too.
+    most = 16 if padded > 64 else _MOST_ROWS * 2 // x.itemsize // (2 if padded > 16 else 1)
     rows = min(most, max(16, triton.next_power_of_2(n)))
-    tiles, steps = triton.cdiv(outputs, _COLUMNS) * triton.cdiv(n, rows), triton.cdiv(inputs, _INPUTS)
-    share = triton.cdiv(steps, max(1, min(_PROGRAMS // tiles, steps // 4)))
-    splits, numbers = triton.cdiv(steps, share), rows * (_COLUMNS * (1 + gate) + 1)
-    parts, arrived = room(scratch, numbers, x.device, _PROGRAMS) if splits > 1 else (out, out)
-    in_flight = _INPUTS * ((rows + _COLUMNS * (1 + gate)) * x.itemsize + padded * down.itemsize)
+    columns = 128 if rows == _MOST_ROWS and not gate else 64
+    programs = tiling_of(x.device).products
+    tiles, steps = triton.cdiv(outputs, columns) * triton.cdiv(n, rows), triton.cdiv(inputs, _INPUTS)
+    share = triton.cdiv(steps, max(1, min(programs // tiles, steps // 4)))
+    splits, numbers = triton.cdiv(steps, share), rows * (columns * (1 + gate) + 1)
+    parts, arrived = room(scratch, numbers, x.device, programs) if splits > 1 else (out, out)
+    in_flight = _INPUTS * ((rows + columns * (1 + gate)) * x.itemsize + padded * down.itemsize)
     launch(
-        _product, (triton.cdiv(outputs, _COLUMNS), triton.cdiv(n, rows), splits),
+        _product, (triton.cdiv(outputs, columns), triton.cdiv(n, rows), splits),
         out, x, weight, weight if bias is None else bias, weight if norm is None else norm,
         weight if scale is None else scale, *(packed or (weight,) * 5), down, up, parts, arrived,
         x.stride(0), out.stride(0), n, outputs, inputs, share, rank, factor, epsilon,
         NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, PACKED=packed is not None,
-        SCALED=scale is not None, RANK=padded, ROWS=rows, COLUMNS=_COLUMNS, INPUTS=_INPUTS,
+        SCALED=scale is not None, RANK=padded, ROWS=rows, COLUMNS=columns, INPUTS=_INPUTS,
         num_warps=4 if rows == 16 and packed is None else 8, num_stages=min(5, max(2, _SHARED_BYTES // in_flight)),
     )  # fmt: skip

@@ -1,11 +1,13 @@
 """Attention over pages by the kernel, against its definition in float64."""
 
+from types import SimpleNamespace
+
 import gpu_attention
 import pytest
 import torch
 from gpu_kernels import DEVICE, DTYPES, cases
 
-from hybrid_grpo.model.kernels.gpu import attention
+from hybrid_grpo.model.kernels.gpu import attention, tilings
 from hybrid_grpo.model.kernels.gpu.attention import paged_attention
 
 WORST = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -74,8 +76,13 @@ def test_attention_over_pages(case, seeded):
 
 
 def test_the_parts_of_all_programs_have_room():
-    """Few programs share long sequences; none that share any write more parts than there is memory for."""
-    shares = {programs: attention._shares(programs) for programs in range(1, 5000)}
-    assert all(splits == 1 or splits * programs <= attention._UNITS for programs, (splits, _) in shares.items())
-    assert all(splits * programs <= attention._MANY for programs, (splits, _) in shares.items() if programs <= 256)
+    """Few programs share long sequences; none that share any write more parts than there is memory for, also on A100,
+    4090, L40S and B200, whose numbers follow from those of their multiprocessors."""
+    cards = ((108, 164), (128, 100), (142, 100), (148, 228))
+    named = [SimpleNamespace(multi_processor_count=n, shared_memory_per_multiprocessor=kib << 10) for n, kib in cards]
+    for tiling in (*map(tilings.modelled, named), tilings.Tiling()):
+        shares = {programs: attention._shares(programs, tiling) for programs in range(1, 5000)}
+        assert all(splits == 1 or splits * programs <= attention._UNITS for programs, (splits, _) in shares.items())
+        assert all(n * splits <= tiling.many for n, (splits, _) in shares.items() if n <= tiling.many // 2)
+    assert [tilings.modelled(card).few for card in named] == [108, 128, 142, 296]
     assert shares[2][0] == attention._MOST_SPLITS and shares[16][0] == 16 and shares[512][0] == 4 > shares[2049][0]

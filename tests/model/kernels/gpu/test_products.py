@@ -8,6 +8,7 @@ from gpu_kernels import DEVICE, cases, rounding
 from hybrid_grpo.model.eight_bits import quantize
 from hybrid_grpo.model.kernels.gpu import products
 from hybrid_grpo.model.kernels.gpu.products import BLOCK, Matrix, Packed, product
+from hybrid_grpo.model.kernels.gpu.tilings import Tiling
 
 EPSILON = 1e-6
 
@@ -15,10 +16,10 @@ EPSILON = 1e-6
 @pytest.mark.parametrize("case", cases())
 def test_a_product_and_what_stands_around_it(case, seeded, monkeypatch):
     rng, generator = seeded(case)
-    monkeypatch.setattr(products, "_PROGRAMS", rng.choice([1, 16, 64]))
+    monkeypatch.setattr(products, "tiling_of", lambda _: Tiling(products=rng.choice([1, 16, 64])))
     dtype, n, outputs = (
         rng.choice([torch.bfloat16, torch.float32]),
-        rng.choice([1, 3, 17, 70]),
+        rng.choice([1, 3, 17, 70, 150]),
         rng.choice([5, 64, 130]),
     )
     in_four_bits, gate, adds = rng.random() < 0.3, rng.random() < 0.3, rng.random() < 0.5
