@@ -33,22 +33,14 @@ def test_a_secret_argument_is_in_nothing_that_is_written_down():
 
 LONG = "aB3-" * 10
 SECRETS = {
-    "hub token": f"hf_{LONG}",
-    "GitHub, fine-grained": f"github_pat_{LONG}",
-    "GitLab": f"glpat-{LONG}",
-    "Slack": f"xoxb-{LONG}",
-    "Slack hook": "https://hooks.slack.com/services/T000/B000/s3cret",
-    "Google": "AIza" + "x" * 35,
-    "JSON web token": f"eyJ{LONG}.eyJ{LONG}.s3cret",
-    "PyPI": f"pypi-{LONG}",
-    "npm": f"npm_{LONG}",
-    "header": "Authorization: Basic dXNlcjpzM2NyZXQ=",
-    "bearer": "bearer s3cret",
-    "login": "https://user:s3cret@example.org/data.jsonl",
-    "query": "https://example.org/data.jsonl?sig=s3cret&part=1",
+    "hub token": f"hf_{LONG}", "GitHub, fine-grained": f"github_pat_{LONG}", "GitLab": f"glpat-{LONG}",
+    "Slack": f"xoxb-{LONG}", "Slack hook": "https://hooks.slack.com/services/T000/B000/s3cret",
+    "Google": "AIza" + "x" * 35, "JSON web token": f"eyJ{LONG}.eyJ{LONG}.s3cret", "PyPI": f"pypi-{LONG}",
+    "npm": f"npm_{LONG}", "header": "Authorization: Basic dXNlcjpzM2NyZXQ=", "bearer": "bearer s3cret",
+    "login": "https://user:s3cret@example.org/data.jsonl", "query": "https://example.org/data.jsonl?sig=s3cret&part=1",
     "assignment": "OPENAI_API_KEY=s3cret",
     "key file": "-----BEGIN RSA PRIVATE KEY-----\ns3cret\n-----END RSA PRIVATE KEY-----",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SECRETS)

@@ -144,18 +144,10 @@ def deepseek(logp, old, a):
 
 
 DEFINITIONS = {
-    "sapo": by_tokens(sapo),
-    "gmpo": gmpo,
-    "dppo": by_tokens(dppo_tv),
-    "dppo_kl": by_tokens(dppo_kl),
-    "kimi_k2.5": by_tokens(kimi),
-    "prime_rl": by_tokens(prime_rl),
-    "rloo": rloo,
-    "gspo": gspo,
-    "luspo": gspo,
-    "kl_cov": by_tokens(lambda logp, old, a: torch.exp(logp - old) * a - abs(logp - old)),
-    "deepseek_v3.2": deepseek,
-}
+    "sapo": by_tokens(sapo), "gmpo": gmpo, "dppo": by_tokens(dppo_tv), "dppo_kl": by_tokens(dppo_kl),
+    "kimi_k2.5": by_tokens(kimi), "prime_rl": by_tokens(prime_rl), "rloo": rloo, "gspo": gspo, "luspo": gspo,
+    "kl_cov": by_tokens(lambda logp, old, a: torch.exp(logp - old) * a - abs(logp - old)), "deepseek_v3.2": deepseek,
+}  # fmt: skip
 OF_TOKENS = ("sapo", "dppo", "dppo_kl", "kimi_k2.5", "prime_rl", "kl_cov", "deepseek_v3.2")
 OF_ONE_TOKEN = ("cispo", "gmpo", "dppo_tv", "dppo_kl")
 """Surrogates that take the ratio of a token alone."""

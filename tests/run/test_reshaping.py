@@ -36,17 +36,10 @@ def tokens(run: list[dict[str, Any]]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("resumed, saved", [
-    ("two to one", "two_3"),
-    ("one to two", "one_3"),
-    ("two to three", "two_3"),
-    ("stage 3 to 2", "two_3"),
-    ("stage 3 to 1", "two_3"),
-    ("stage 3 to 0", "two_3"),
-    *((f"fused, stage 3 to {stage}", "two_3") for stage in (0, 2, 3)),
-    ("stage 0 to 2", "one_0"),
-    ("offloaded", "two_3"),
-    ("stage 3 to 1, offloaded", "two_3"),
-    ("adapters", "two_lora"),
+    ("two to one", "two_3"), ("one to two", "one_3"), ("two to three", "two_3"), ("stage 3 to 2", "two_3"),
+    ("stage 3 to 1", "two_3"), ("stage 3 to 0", "two_3"),
+    *((f"fused, stage 3 to {stage}", "two_3") for stage in (0, 2, 3)), ("stage 0 to 2", "one_0"),
+    ("offloaded", "two_3"), ("stage 3 to 1, offloaded", "two_3"), ("adapters", "two_lora"),
 ])  # fmt: skip
 def test_losses_and_weights_go_on_as_if_the_layout_were_the_same(runs: Runs, resumed: str, saved: str) -> None:
     uninterrupted = runs[saved][0]

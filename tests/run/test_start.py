@@ -153,41 +153,21 @@ def test_a_checkpoint_by_its_path(place):
 
 
 FREE = {
-    "run.steps": 12,
-    "log.rollouts_every": 3,
-    "checkpoint.every": 5,
-    "eval.name": "other",
-    "scoring.workers": 3,
-    "alarms.kl": {"above": 5.0, "action": "stop"},
-    "alarms.numbers": {"completion/length_mean": {"above": 400}},
-    "guard.lr_factor": 0.1,
-    "engine.offload_optimizer": True,
-    "engine.deepspeed": {"comms_logger": {"enabled": True}},
-    "policy.micro_batch_tokens": 99,
-    "policy.gradient_checkpointing": True,
-    "rollout.max_slots": 7,
-}
+    "run.steps": 12, "log.rollouts_every": 3, "checkpoint.every": 5, "eval.name": "other", "scoring.workers": 3,
+    "alarms.kl": {"above": 5.0, "action": "stop"}, "alarms.numbers": {"completion/length_mean": {"above": 400}},
+    "guard.lr_factor": 0.1, "engine.offload_optimizer": True, "engine.deepspeed": {"comms_logger": {"enabled": True}},
+    "policy.micro_batch_tokens": 99, "policy.gradient_checkpointing": True, "rollout.max_slots": 7,
+}  # fmt: skip
 BOUND = {
-    "policy.model": "other",
-    "policy.lr": 1e-3,
-    "policy.betas": [0.8, 0.9],
-    "policy.dtype": "float32",
-    "lora.rank": 4,
-    "grpo.beta": 0.5,
-    "grpo.num_iterations": 2,
-    "rollout.num_generations": 4,
-    "rollout.prompts_per_step": 64,
-    "rollout.temperature": 0.5,
-    "data.path": "other.jsonl",
-    "run.seed": 1,
-    "engine.deepspeed": {"optimizer": {"params": {"eps": 1e-5}}},
-    "eval.threshold": 0.5,
-    "rewards": [{"function": "exact_match", "weight": 2.0}],
-    "alarms.truncated": {"action": "skip"},
+    "policy.model": "other", "policy.lr": 1e-3, "policy.betas": [0.8, 0.9], "policy.dtype": "float32", "lora.rank": 4,
+    "grpo.beta": 0.5, "grpo.num_iterations": 2, "rollout.num_generations": 4, "rollout.prompts_per_step": 64,
+    "rollout.temperature": 0.5, "data.path": "other.jsonl", "run.seed": 1,
+    "engine.deepspeed": {"optimizer": {"params": {"eps": 1e-5}}}, "eval.threshold": 0.5,
+    "rewards": [{"function": "exact_match", "weight": 2.0}], "alarms.truncated": {"action": "skip"},
     "alarms.kl": {"action": "roll_back"},
     "alarms.numbers": {"completion/length_mean": {"above": 400, "action": "roll_back"}},
     "guard.non_finite": "roll_back",
-}
+}  # fmt: skip
 
 
 def test_settings_that_decide_on_learning_may_not_change_unasked(place):

@@ -74,33 +74,18 @@ def make_settings(folder: Path) -> None:
     bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"
     bomb += "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
     files: dict[str, str | bytes] = {
-        "recursive.yaml": "engine: {deepspeed: &d {a: *d}}\n",
-        "bomb.yaml": bomb + "engine: {deepspeed: {a: *a9}}\n",
-        "binary.yaml": BINARY,
-        "deep.yaml": "engine: {deepspeed: " + "{a: " * 3000 + "1" + "}" * 3000 + "}\n",
-        "tag.yaml": "policy: !!python/object:os.system {}\n",
-        "list.yaml": "- a\n",
-        "nul.yaml": b"policy: {model: 'a\0b'}\n",
-        "two.yaml": "run: {}\n---\nrun: {}\n",
-        "half.yaml": 'data: {system_prompt: "\\ud800"}\n',
-        "twice.yaml": "run: {steps: 1, steps: 2}\n",
-        "typo.yaml": "polcy: {lr: 1}\n",
-        "unused.yaml": "checkpoint: {evry: 3}\n",
-        "other.yaml": "sft: {batch_sise: 3}\n",
-        "grpo.yaml": "grpo: {beta: 0.1}\n",
-        "empty.yaml": "",
-        "section.yaml": "policy: 3\n",
-        "date.yaml": "policy: {lr: 2026-99-01}\n",
-        "empty.jsonl": "",
-        "nomodel/readme": "",
-        "binaryrun/metrics.jsonl": BINARY,
-        "binaryrun/config.yaml": "rewards: [exact_match]\n",
-        "binaryrun/rollouts/step_000001.jsonl": BINARY,
-        "copyrun/config.yaml": "rewards: [exact_match]\n",
-        "copyrun/rollouts/step_copy.jsonl": "{}\n",
-        "listrun/metrics.jsonl": "[1]\n",
-        "emptyrun/metrics.jsonl": "",
-    }
+        "recursive.yaml": "engine: {deepspeed: &d {a: *d}}\n", "bomb.yaml": bomb + "engine: {deepspeed: {a: *a9}}\n",
+        "binary.yaml": BINARY, "deep.yaml": "engine: {deepspeed: " + "{a: " * 3000 + "1" + "}" * 3000 + "}\n",
+        "tag.yaml": "policy: !!python/object:os.system {}\n", "list.yaml": "- a\n",
+        "nul.yaml": b"policy: {model: 'a\0b'}\n", "two.yaml": "run: {}\n---\nrun: {}\n",
+        "half.yaml": 'data: {system_prompt: "\\ud800"}\n', "twice.yaml": "run: {steps: 1, steps: 2}\n",
+        "typo.yaml": "polcy: {lr: 1}\n", "unused.yaml": "checkpoint: {evry: 3}\n",
+        "other.yaml": "sft: {batch_sise: 3}\n", "grpo.yaml": "grpo: {beta: 0.1}\n", "empty.yaml": "",
+        "section.yaml": "policy: 3\n", "date.yaml": "policy: {lr: 2026-99-01}\n", "empty.jsonl": "",
+        "nomodel/readme": "", "binaryrun/metrics.jsonl": BINARY, "binaryrun/config.yaml": "rewards: [exact_match]\n",
+        "binaryrun/rollouts/step_000001.jsonl": BINARY, "copyrun/config.yaml": "rewards: [exact_match]\n",
+        "copyrun/rollouts/step_copy.jsonl": "{}\n", "listrun/metrics.jsonl": "[1]\n", "emptyrun/metrics.jsonl": "",
+    }  # fmt: skip
     for name, content in files.items():
         write(folder / name, content)
     os.mkfifo(folder / "pipe.jsonl")
@@ -111,27 +96,16 @@ def make_loaded(folder: Path) -> None:
     """Data, models, tokenizers and reward files that are looked into."""
     row = '{"prompt": "%s", "answer": "a", "completion": "x"}\n'
     files: dict[str, str | bytes] = {
-        "blank.jsonl": "\n\n",
-        "noprompt.jsonl": '{"question": "a=", "answer": "a"}\n',
-        "binary.jsonl": BINARY,
-        "binary.parquet": BINARY,
-        "deep.jsonl": "[" * 100_000 + "\n",
-        "list.jsonl": "[1]\n",
-        "half.jsonl": row % "a\\ud800=" * 12,
-        "number.jsonl": '{"prompt": 3}\n',
-        "huge.jsonl": row % ("a" * 60_000_000),
+        "blank.jsonl": "\n\n", "noprompt.jsonl": '{"question": "a=", "answer": "a"}\n', "binary.jsonl": BINARY,
+        "binary.parquet": BINARY, "deep.jsonl": "[" * 100_000 + "\n", "list.jsonl": "[1]\n",
+        "half.jsonl": row % "a\\ud800=" * 12, "number.jsonl": '{"prompt": 3}\n', "huge.jsonl": row % ("a" * 60_000_000),
         "digits.jsonl": '{"prompt": "a=", "answer": ' + "9" * 5000 + "}\n",
         "chat.jsonl": '{"prompt": [{"role": "user", "content": "a="}], "answer": "a"}\n' * 12,
-        "nocompletion.jsonl": '{"prompt": "a"}\n',
-        "data.txt": "a\n",
-        "loops.py": "while True: pass\n",
-        "exits.py": "import sys; sys.exit(3)\n",
-        "dies.py": "import os; os._exit(1)\n",
-        "raises.py": "raise OSError('x\\ny')\n",
-        "syntax.py": "def (\n",
-        "binary.py": bytes(range(256)),
+        "nocompletion.jsonl": '{"prompt": "a"}\n', "data.txt": "a\n", "loops.py": "while True: pass\n",
+        "exits.py": "import sys; sys.exit(3)\n", "dies.py": "import os; os._exit(1)\n",
+        "raises.py": "raise OSError('x\\ny')\n", "syntax.py": "def (\n", "binary.py": bytes(range(256)),
         "functions.py": "f = 3\ndef needs(completions, nothere): pass\n",
-    }
+    }  # fmt: skip
     for name, content in files.items():
         write(folder / name, content)
     _make_configurations(folder)

@@ -36,19 +36,13 @@ _BOTH = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MODELS: dict[str, dict[str, Any]] = {
-    "chatml": {"template": _PLAIN},
-    "tools": {"template": QWEN},
-    "thinking": {"template": THINKERS["never"]},
-    "parts": {"template": _PARTS},
-    "both": {"template": _BOTH},
+    "chatml": {"template": _PLAIN}, "tools": {"template": QWEN}, "thinking": {"template": THINKERS["never"]},
+    "parts": {"template": _PARTS}, "both": {"template": _BOTH},
     "strict": {"template": _STRICT, "bos": True, "eos": "</s>"},
-    "bos": {"template": "{{ bos_token }}" + _PLAIN, "bos": True},
-    "eos": {"template": _PLAIN, "adds_eos": True},
-    "base": {"template": _PLAIN, "eos": "<eos>"},
-    "text": {"template": None, "eos": "<eos>"},
-    "padded": {"template": _PLAIN, "padding": 64},
-    "adapter": {"template": _PLAIN},
-}
+    "bos": {"template": "{{ bos_token }}" + _PLAIN, "bos": True}, "eos": {"template": _PLAIN, "adds_eos": True},
+    "base": {"template": _PLAIN, "eos": "<eos>"}, "text": {"template": None, "eos": "<eos>"},
+    "padded": {"template": _PLAIN, "padding": 64}, "adapter": {"template": _PLAIN},
+}  # fmt: skip
 """By name: `template`; `bos` puts <s> before every text, `adds_eos` the end token after it; `eos` is the end token, by
 default <|im_end|>, which `base` does not stop at; `padding` is the number of rows of the head without a token.
 `adapter` is one of `chatml`."""

@@ -52,12 +52,9 @@ class Done:
 
 
 def run(
-    *arguments: str | Path,
-    world: int = 1,
-    cwd: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    *arguments: str | Path, world: int = 1, cwd: Path | None = None, environment: Mapping[str, str] | None = None,
     timeout: float = 240.0,
-) -> Done:
+) -> Done:  # fmt: skip
     """Run `python ARGUMENTS` (a script, or -m and a module) as `world` ranks; the status is that of the first to fail.
 
     With one rank the program is not told of any; the output of several is one after the other.
@@ -79,12 +76,9 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        *arguments: str | Path,
-        world: int = 1,
-        cwd: Path | None = None,
+        self, *arguments: str | Path, world: int = 1, cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         path = list(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         variables |= {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}

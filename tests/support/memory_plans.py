@@ -14,19 +14,10 @@ from hybrid_grpo.run.memory.plan import Plan
 N = 494_032_768
 """Parameters of Qwen2-0.5B: 151,936 x 896 of the tied embedding and 24 layers of 14,912,384, and the last norm."""
 SIZES = Sizes(
-    parameters=N,
-    trained=N,
-    largest=151_936 * 896,
-    active=N,
-    vocabulary=151_936,
-    token_bytes=24 * 2 * 128 * 2,
-    training=Footprint(kept=800, head=300, layers=200),
-    reading=0,
-    tokens=16_384,
-    linear=24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864),
-    largest_linear=896 * 4864,
-    padded=929_119_232,
-)
+    parameters=N, trained=N, largest=151_936 * 896, active=N, vocabulary=151_936, token_bytes=24 * 2 * 128 * 2,
+    training=Footprint(kept=800, head=300, layers=200), reading=0, tokens=16_384,
+    linear=24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864), largest_linear=896 * 4864, padded=929_119_232,
+)  # fmt: skip
 GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)
 CPU = Hardware("cpu", False, 64 << 30, 64 << 30, 1 << 30, 1e11, 1e10)
 

@@ -81,13 +81,9 @@ class _Group:
             values[:] = found
 
     def all_to_all_single(
-        self,
-        found: Tensor,
-        sent: Tensor,
-        found_sizes: list[int] | None = None,
-        sent_sizes: list[int] | None = None,
+        self, found: Tensor, sent: Tensor, found_sizes: list[int] | None = None, sent_sizes: list[int] | None = None,
         group: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert sent.is_contiguous() and found.is_contiguous(), "what gloo reads and writes as if it were"
         parts = self._all(sent.split(sent_sizes or 1))
         torch.cat([of_rank[self.get_rank()] for of_rank in parts], out=found)

@@ -29,24 +29,17 @@ FAILED = {
     "raises": "raised KeyError: 'no such\\nthing' (acting_rewards.py:",
     "recurses": "raised RecursionError: maximum recursion depth exceeded",
     "raises a long text": "raised ValueError: " + 2000 * "x" + "... (acting_rewards.py:",
-    "returns an odd number": "raised ZeroDivisionError: ",
-    "returns nan": "returned nan: return a finite number",
-    "returns text": "returned '1.0': return a finite number",
-    "returns two": "returned 2 values, expected 1",
+    "returns an odd number": "raised ZeroDivisionError: ", "returns nan": "returned nan: return a finite number",
+    "returns text": "returned '1.0': return a finite number", "returns two": "returned 2 values, expected 1",
     "returns none at all": "returned None, expected a list of 1",
-    "returns a huge list": "returned 1000000 values, expected 1",
-    "returns huge steps": "ends rising within 1 to 18",
-    "exits": "raised SystemExit: 3 (acting_rewards.py:",
-    "exits at once": "ended its process (exit status 3)",
+    "returns a huge list": "returned 1000000 values, expected 1", "returns huge steps": "ends rising within 1 to 18",
+    "exits": "raised SystemExit: 3 (acting_rewards.py:", "exits at once": "ended its process (exit status 3)",
     "kills itself": "ended its process (killed: by the system for its memory, by itself, or for closing its socket)",
-    "crashes": "ended its process (signal 11)",
-    "allocates": "raised MemoryError (acting_rewards.py:",
-    "kills its parent": "ended its process",
-    "closes descriptors": "ended its process (",
-    "writes everywhere": "ended its process",
-    "forges a reply": "ended its process",
+    "crashes": "ended its process (signal 11)", "allocates": "raised MemoryError (acting_rewards.py:",
+    "kills its parent": "ended its process", "closes descriptors": "ended its process (",
+    "writes everywhere": "ended its process", "forges a reply": "ended its process",
     "exits with children": "ended its process (exit status 3)",
-}
+}  # fmt: skip
 HANGS = ["hangs", "hangs in C", "ignores signals", "hangs with children"]
 SCORED = {"prints": 5.0, "runs a loop": 7.0}
 
