@@ -77,15 +77,10 @@ def trainer(policy: SamplingContext, grpo=None, **rollout) -> Trainer:
         rollout=RolloutConfig(prompts_per_step=P, num_generations=G, **rollout), grpo=GrpoConfig(**(grpo or {}))
     )
     task = SimpleNamespace(
-        rewards=Rewards([inline(slow)]),
-        outcome="slow",
-        training=TrainingPrompts([Prompt(i, f"p{i}", [1], {}) for i in range(P)], ""),
-        eval_sets=[],
-        stop_ids=(),
-        objective=None,
-        parts={},
-        partners=None,
-    )
+        rewards=Rewards([inline(slow)]), outcome="slow",
+        training=TrainingPrompts([Prompt(i, f"p{i}", [1], {}) for i in range(P)], ""), eval_sets=[], stop_ids=(),
+        objective=None, parts={}, partners=None,
+    )  # fmt: skip
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))
 
 

@@ -127,19 +127,11 @@ def make_trainer(
 
     inputs.load_models(engine.OffloadedModel)
     policy = Policy(
-        config.policy,
-        config.engine,
-        inputs.tokenizer,
-        total_steps=config.run.steps * plan.optimizer_steps,
-        decoder=config.rollout.decoder,
-        weights=config.rollout.weights,
-        lora=config.lora,
-        seed=config.run.seed,
-        workspace=memory.workspace() if memory else None,
-        album=inputs.sampler.album,
-        turns=inputs.partners,
+        config.policy, config.engine, inputs.tokenizer, total_steps=config.run.steps * plan.optimizer_steps,
+        decoder=config.rollout.decoder, weights=config.rollout.weights, lora=config.lora, seed=config.run.seed,
+        workspace=memory.workspace() if memory else None, album=inputs.sampler.album, turns=inputs.partners,
         journal=services.journal,
-    )
+    )  # fmt: skip
     reference = make_reference(config, policy, on_device=memory is not None and memory.refers)
     for feature in features:
         feature.load(policy)

@@ -279,17 +279,11 @@ def _micro_batch(
     target_N = np.array([row.completion[target] for row in rows for target in row.targets])
     flat = [token for text in tokens for token in text]
     return MicroBatch(
-        indices,
-        upload(indices, device),
-        upload(tokens, device),
-        upload(positions, device),
-        Selection(np.array(source), device),
-        upload(target_N, device),
-        upload(mask_bT, device),
-        upload(np.flatnonzero(mask_bT), device),
-        segments,
+        indices, upload(indices, device), upload(tokens, device), upload(positions, device),
+        Selection(np.array(source), device), upload(target_N, device), upload(mask_bT, device),
+        upload(np.flatnonzero(mask_bT), device), segments,
         reading.sidecars(rows, pieces, flat, np.array(source), target_N, device),
-    )
+    )  # fmt: skip
 
 
 def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[MicroBatch]:

@@ -12,18 +12,6 @@ from hybrid_grpo.generation.sequence import Callbacks, OnFinish, OnStep, Request
 from hybrid_grpo.generation.workspace import Workspace
 
 __all__ = [
-    "GREEDY",
-    "Callbacks",
-    "Journal",
-    "OnFinish",
-    "OnStep",
-    "Request",
-    "Sampling",
-    "ShouldStop",
-    "Stats",
-    "Turns",
-    "Workspace",
-    "complete_rest",
-    "generate",
-    "stream_key",
-]
+    "GREEDY", "Callbacks", "Journal", "OnFinish", "OnStep", "Request", "Sampling", "ShouldStop", "Stats", "Turns",
+    "Workspace", "complete_rest", "generate", "stream_key",
+]  # fmt: skip

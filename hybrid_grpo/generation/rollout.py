@@ -30,15 +30,10 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
     if greedy:
         return replace(ends, temperature=generation.GREEDY)
     return replace(
-        ends,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
+        ends, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
-        logit_bias=tuple((int(token), bias) for token, bias in config.logit_bias.items()),
-        logprobs=config.logprobs,
-    )
+        logit_bias=tuple((int(token), bias) for token, bias in config.logit_bias.items()), logprobs=config.logprobs,
+    )  # fmt: skip
 
 
 def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, step: int) -> list[Request]:
@@ -74,15 +69,9 @@ def complete(
     if config.decoder != "paged":
         return fallback.generate(model, requests, sampling, callbacks, max_slots=config.max_slots)
     return generation.generate(
-        model,
-        requests,
-        sampling,
-        callbacks,
-        max_slots=config.max_slots,
-        prefill_tokens=config.prefill_tokens,
-        cache_gb=config.cache_gb,
-        workspace=workspace,
-    )
+        model, requests, sampling, callbacks, max_slots=config.max_slots, prefill_tokens=config.prefill_tokens,
+        cache_gb=config.cache_gb, workspace=workspace,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4)

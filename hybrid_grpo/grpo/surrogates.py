@@ -123,15 +123,9 @@ def _ratio(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:
 
 
 SURROGATES: dict[str, Callable[[Tensor, Tokens, GrpoConfig], Surrogate]] = {
-    "clip": _clip,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "gmpo": _gmpo,
-    "dppo_tv": _dppo_tv,
-    "dppo_kl": _dppo_kl,
-    "band": _band,
-    "ratio": _ratio,
-}
+    "clip": _clip, "cispo": _cispo, "sapo": _sapo, "gmpo": _gmpo, "dppo_tv": _dppo_tv, "dppo_kl": _dppo_kl,
+    "band": _band, "ratio": _ratio,
+}  # fmt: skip
 """Functions of ratio r and the tokens (log-probability logp, advantage A) that return the surrogate.
 
 `clip`: min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) (PPO eq. 7, with DAPO's separate bounds, eq. 8). With

@@ -203,18 +203,13 @@ def _no_shortcut(*_: Any, **__: Any) -> None:
 
 
 REPLACEMENTS: dict[str, Any] = {
-    "causal_conv1d_fn": _convolution,
-    "causal_conv1d_update": _convolution_step,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "torch_recurrent_gated_delta_rule": _delta_step,
-    "recurrent_kimi_delta_attention": _delta_step,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba_selective_scan": _selective_scan,
-    "mamba2_chunk_scan": _mamba2_scan,
-    "mamba2_selective_state_update": _state_space_step,
-    "mamba_selective_state_update": _state_space_step,
+    "causal_conv1d_fn": _convolution, "causal_conv1d_update": _convolution_step,
+    "torch_chunk_gated_delta_rule": _delta_rule, "torch_recurrent_gated_delta_rule": _delta_step,
+    "recurrent_kimi_delta_attention": _delta_step, "chunk_kimi_delta_attention": _delta_rule,
+    "mamba_selective_scan": _selective_scan, "mamba2_chunk_scan": _mamba2_scan,
+    "mamba2_selective_state_update": _state_space_step, "mamba_selective_state_update": _state_space_step,
     "mamba2_split_conv1d_scan_combined": _no_shortcut,
-}
+}  # fmt: skip
 """Functions of transformers that are replaced in the module of a model, by name."""
 RECURRENCES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
 """Those of them that run a recurrence over several tokens, and are given the forward's `batch`."""

@@ -146,14 +146,10 @@ class Answers:
         if order not in ("", *ORDERS):
             raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
         query = Query(
-            text=given.get("text", ""),
-            finish=given.get("finish", ""),
-            least=_number(given, "least"),
-            most=_number(given, "most"),
-            first=_whole(given, "first"),
-            last=_whole(given, "last"),
+            text=given.get("text", ""), finish=given.get("finish", ""), least=_number(given, "least"),
+            most=_number(given, "most"), first=_whole(given, "first"), last=_whole(given, "last"),
             prompt=_whole(given, "prompt"),
-        )
+        )  # fmt: skip
         step, offset = _whole(given, "step"), _whole(given, "offset")
         start = None if step is None or offset is None or offset < 0 else (step, offset)
         files = run.rollouts()

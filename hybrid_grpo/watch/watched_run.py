@@ -125,17 +125,11 @@ class WatchedRun:
         has_failed = state in ("ended", "gone") and newest["step"] != planned["steps"]
         last = self.console(may_read)[-1:] if has_failed else []
         return {
-            "run": self.name,
-            "folder": str(self.folder),
-            **newest,
-            **planned,
-            "notes": self._of(NOTES_FILE, lambda path: _text(path).strip(), may_read) or "",
-            "state": state,
-            "started": self.changed_ms("config.yaml") or None,
-            "written": changed or None,
-            "last": last[0] if last else "",
-            "age": time.time() - changed / 1e3 if changed else None,
-        }
+            "run": self.name, "folder": str(self.folder), **newest, **planned,
+            "notes": self._of(NOTES_FILE, lambda path: _text(path).strip(), may_read) or "", "state": state,
+            "started": self.changed_ms("config.yaml") or None, "written": changed or None,
+            "last": last[0] if last else "", "age": time.time() - changed / 1e3 if changed else None,
+        }  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics by which runs are compared, with the first value (None if there is only one), the newest

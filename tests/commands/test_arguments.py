@@ -29,8 +29,7 @@ def reward(completions, **columns):
 GOOD = {"model": "nowhere", "data": ROWS, "rewards": reward}
 BAD = [
     ({"policy": 5}, r"policy is 5: give its settings as a dictionary, as in policy=\{...\}"),
-    ({"policy": "lr"}, "policy is 'lr': give its settings"),
-    ({"policy": None}, "policy is None: .* or leave it out"),
+    ({"policy": "lr"}, "policy is 'lr': give its settings"), ({"policy": None}, "policy is None: .* or leave it out"),
     ({"grpo": reward}, "grpo is the function reward: give its settings"),
     ({"engine": TrainConfig}, "engine is the class TrainConfig: give its settings"),
     ({"policy": {"lr": "fast"}}, "policy.lr: expected"),
@@ -48,23 +47,20 @@ BAD = [
     ({"model": LlamaForCausalLM}, "model is the class LlamaForCausalLM: give a folder"),
     ({"model": b"path"}, "model is a bytes: give a folder"),
     ({"model": LlamaForCausalLM(SMALL)}, "model is an object, and its tokenizer is not where it was loaded from"),
-    ({"data": 5}, "data is 5: give a file, folder"),
-    ({"data": b"rows"}, "data is a bytes: give a file"),
+    ({"data": 5}, "data is 5: give a file, folder"), ({"data": b"rows"}, "data is a bytes: give a file"),
     ({"data": reward}, "data is the function reward: give a file"),
     ({"data": np.ones(3)}, "data is a ndarray: give a file"),
     ({"data": {"prompt": ["a"], "answer": ["b", "c"]}}, "data cannot be read as columns of rows"),
-    ({"data": {"promt": ["a"]}}, "there is no setting data.promt"),
-    ({"data": {"path": 5}}, "data.path: expected"),
+    ({"data": {"promt": ["a"]}}, "there is no setting data.promt"), ({"data": {"path": 5}}, "data.path: expected"),
     ({"data": {"path": {"prompt": ["a"], "answer": []}}}, "data.path cannot be read as columns of rows"),
     ({"eval": {"sets": {"x": {"rewards": 5}}}}, "eval.sets.x.rewards: expected a list"),
-    ({"config": {5: 1}}, "there is no setting 5"),
-    ({"config": 5}, "config is 5: give a YAML file, a dictionary"),
+    ({"config": {5: 1}}, "there is no setting 5"), ({"config": 5}, "config is 5: give a YAML file, a dictionary"),
     ({"config": "nothere.yaml"}, "config nothere.yaml: there is no such file"),
     ({"config": [{"policy": {"lr": 1e-6}}, 3]}, "config is 3: give a YAML file"),
     ({"config": {"policy": {"lrr": 1}}}, "there is no setting policy.lrr"),
     ({"lora": LoraConfig(r=4, use_dora=True)}, "lora: adapters here have no use_dora: leave it out"),
     ({"features": 3}, "features"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("wrong", "message"), BAD, ids=[str(number) for number in range(len(BAD))])

@@ -62,17 +62,12 @@ BOMBS = {
     "aliases": stacked(lambda below, _: f"[{','.join([below] * 10)}]", 12),
     "merges": stacked(lambda below, _: f"{{<<: [{','.join([below] * 10)}]}}", 12),
     "merges one by one": stacked(lambda below, level: f"{{<<: {below}, x{level}: 1}}", 20_000),
-    "a long text many times": f"a: &a {'x' * 50_000}\nb: [{'*a,' * 50_000}]",
-    "levels": "[" * 100_000,
-    "levels by aliases": stacked(lambda below, _: f"[{below}]", 400),
-    "levels by blocks": "- " * 100_000 + "1",
-    "branches of itself": "a: &a [*a, *a]",
-    "keys": "{? " * 100_000,
-    "letters": "a: " + "x" * 2**21,
+    "a long text many times": f"a: &a {'x' * 50_000}\nb: [{'*a,' * 50_000}]", "levels": "[" * 100_000,
+    "levels by aliases": stacked(lambda below, _: f"[{below}]", 400), "levels by blocks": "- " * 100_000 + "1",
+    "branches of itself": "a: &a [*a, *a]", "keys": "{? " * 100_000, "letters": "a: " + "x" * 2**21,
     "directives": "".join(f"%TAG !{number}! a\n" for number in range(50_000)) + "---\na: 1\n",
-    "a number": "a: " + "9" * 1_000_000,
-    "a number to base 60": "a: 1" + ":59" * 300_000,
-}
+    "a number": "a: " + "9" * 1_000_000, "a number to base 60": "a: 1" + ":59" * 300_000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -385,16 +385,9 @@ def test_a_step_with_any_sampling_waits_for_nothing(sampling):
 
 @torch.no_grad()
 @pytest.mark.parametrize("step", [
-    lambda x: x.sum().item(),
-    lambda x: x.tolist(),
-    lambda x: x.cpu(),
-    lambda x: bool((x > 0).any()),
-    lambda x: x[x > 0],
-    lambda x: x.nonzero(),
-    lambda x: x.unique(),
-    lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
-    lambda x: torch.equal(x, x),
-    lambda x: x.__setitem__(x > 0, torch.ones(1)),
+    lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x.cpu(), lambda x: bool((x > 0).any()),
+    lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.unique(), lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+    lambda x: torch.equal(x, x), lambda x: x.__setitem__(x > 0, torch.ones(1)),
 ])  # fmt: skip
 def test_the_double_refuses_what_a_capture_refuses(step):
     x = torch.ones(3)

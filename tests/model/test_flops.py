@@ -22,13 +22,7 @@ def counted(work) -> int:
 
 
 @pytest.mark.parametrize("architecture, changes", [
-    ("qwen2", {}),
-    ("qwen3", {}),
-    ("llama", {}),
-    ("gemma2", WIDE),
-    ("glm4", {}),
-    ("gpt2", {}),
-    ("qwen3_moe", {}),
+    ("qwen2", {}), ("qwen3", {}), ("llama", {}), ("gemma2", WIDE), ("glm4", {}), ("gpt2", {}), ("qwen3_moe", {}),
     ("gemma4_text", WIDE),
 ])  # fmt: skip
 def test_a_step_of_training_and_of_decoding_cost_what_torch_counts(architecture, changes):

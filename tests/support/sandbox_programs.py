@@ -128,17 +128,11 @@ def host(folder: Path) -> tuple[dict, list[socket.socket], subprocess.Popen]:
         listener.setblocking(False)
     bystander = subprocess.Popen(["sleep", "600"])
     facts = {
-        "secret": str(home / "secret.txt"),
-        "secret_text": "the secret",
+        "secret": str(home / "secret.txt"), "secret_text": "the secret",
         "folders": [str(home), "/tmp", "/dev/shm", "/var/tmp", "/", str(SUPPORT), sys.prefix + "/lib"],
-        "mark": f"escaped-{os.getpid()}",
-        "tcp": tcp.getsockname()[1],
-        "udp": udp.getsockname()[1],
-        "unix": str(folder / "socket"),
-        "pid": os.getpid(),
-        "group": os.getpgrp(),
-        "bystander": bystander.pid,
-    }
+        "mark": f"escaped-{os.getpid()}", "tcp": tcp.getsockname()[1], "udp": udp.getsockname()[1],
+        "unix": str(folder / "socket"), "pid": os.getpid(), "group": os.getpgrp(), "bystander": bystander.pid,
+    }  # fmt: skip
     return facts, [tcp, udp, unix], bystander
 
 
@@ -177,20 +171,14 @@ def main(folder: Path, without: list[str]) -> None:
             secret = Path(facts["secret"])
             marks = [f"{place}/{facts['mark']}" for place in facts["folders"]]
             result = {
-                "program": name,
-                "end": run.end,
-                "status": run.status,
-                "wall_s": round(wall_s, 4),
-                "stdout": run.stdout[:600] + "..." * (len(run.stdout) > 600),
-                "stderr": run.stderr[-300:],
-                "escaped": "escaped" in run.stdout.replace(facts["mark"], ""),
-                "left": left_over(sandbox),
-                "heard": heard(listeners),
-                "bystander": bystander.poll() is None,
+                "program": name, "end": run.end, "status": run.status, "wall_s": round(wall_s, 4),
+                "stdout": run.stdout[:600] + "..." * (len(run.stdout) > 600), "stderr": run.stderr[-300:],
+                "escaped": "escaped" in run.stdout.replace(facts["mark"], ""), "left": left_over(sandbox),
+                "heard": heard(listeners), "bystander": bystander.poll() is None,
                 "written": [mark for mark in marks if os.path.lexists(mark)],
                 "intact": secret.read_text() == "the secret" and secret.stat().st_mode & 0o777 == 0o644,
                 "next": sandbox.run("print('fine')").stdout,
-            }
+            }  # fmt: skip
             print(json.dumps(result), flush=True)
     bystander.kill()
 

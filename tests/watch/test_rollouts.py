@@ -22,15 +22,10 @@ def files(tmp_path):
 
 @pytest.mark.parametrize("query, found", [
     (Query(), [(3, "ABCD"), (3, ""), (1, "abcd"), (1, "dcba"), (1, "Über x")]),
-    (Query(text="abcd"), [(3, "ABCD"), (1, "abcd")]),
-    (Query(text="DCAB"), [(3, "ABCD"), (1, "abcd"), (1, "dcba")]),
-    (Query(text="ÜBER"), [(1, "Über x")]),
-    (Query(finish="length"), [(3, ""), (1, "dcba")]),
-    (Query(least=0.5), [(3, "ABCD"), (1, "abcd")]),
-    (Query(least=0, most=0.5), [(3, "ABCD"), (3, ""), (1, "dcba")]),
-    (Query(first=2), [(3, "ABCD"), (3, "")]),
-    (Query(last=2, text="x"), [(1, "Über x")]),
-    (Query(first=4), []),
+    (Query(text="abcd"), [(3, "ABCD"), (1, "abcd")]), (Query(text="DCAB"), [(3, "ABCD"), (1, "abcd"), (1, "dcba")]),
+    (Query(text="ÜBER"), [(1, "Über x")]), (Query(finish="length"), [(3, ""), (1, "dcba")]),
+    (Query(least=0.5), [(3, "ABCD"), (1, "abcd")]), (Query(least=0, most=0.5), [(3, "ABCD"), (3, ""), (1, "dcba")]),
+    (Query(first=2), [(3, "ABCD"), (3, "")]), (Query(last=2, text="x"), [(1, "Über x")]), (Query(first=4), []),
     (Query(prompt=1), [(3, ""), (1, "dcba")]),
 ])  # fmt: skip
 def test_what_fits_is_found_newest_step_first(files, query, found):

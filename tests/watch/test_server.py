@@ -170,25 +170,16 @@ def test_a_step_s_trace(folder):
 
 
 @pytest.mark.parametrize("path, parameters, status", [
-    ("/api/curves", {"run": "../one"}, 404),
-    ("/api/settings", {"run": "/etc"}, 404),
-    ("/api/samples", {}, 400),
-    ("/api/samples", {"run": "one", "least": "x"}, 400),
-    ("/api/samples", {"run": "one", "first": "1e999"}, 400),
+    ("/api/curves", {"run": "../one"}, 404), ("/api/settings", {"run": "/etc"}, 404), ("/api/samples", {}, 400),
+    ("/api/samples", {"run": "one", "least": "x"}, 400), ("/api/samples", {"run": "one", "first": "1e999"}, 400),
     ("/api/sample", {"run": "one", "step": "2", "offset": "7"}, 404),
     ("/api/sample", {"run": "one", "step": "2", "offset": "-5"}, 404),
     ("/api/sample", {"run": "one", "step": "../../x", "offset": "0"}, 400),
     ("/api/tokens", {"run": "one", "step": "2", "offset": "7"}, 404),
-    ("/api/rival", {"run": "one", "step": "2", "offset": "7"}, 404),
-    ("/api/times", {}, 400),
-    ("/api/tokens", {"run": "one"}, 404),
-    ("/api/curves", {"run": "one", "axis": "years"}, 400),
-    ("/api/samples", {"run": "one", "order": "colour"}, 400),
-    ("/api/step", {}, 400),
-    ("/page/../server.py", {}, 404),
-    ("/page/%2e%2e/server.py", {}, 404),
-    ("/page//etc/passwd", {}, 404),
-    ("/metrics.jsonl", {}, 404),
+    ("/api/rival", {"run": "one", "step": "2", "offset": "7"}, 404), ("/api/times", {}, 400),
+    ("/api/tokens", {"run": "one"}, 404), ("/api/curves", {"run": "one", "axis": "years"}, 400),
+    ("/api/samples", {"run": "one", "order": "colour"}, 400), ("/api/step", {}, 400), ("/page/../server.py", {}, 404),
+    ("/page/%2e%2e/server.py", {}, 404), ("/page//etc/passwd", {}, 404), ("/metrics.jsonl", {}, 404),
     ("/runs/one/config.yaml", {}, 404),
 ])  # fmt: skip
 def test_nothing_but_the_page_and_the_runs_is_served(folder, path, parameters, status):

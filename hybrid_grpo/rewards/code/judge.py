@@ -288,17 +288,9 @@ def _exception(name: str, text: str) -> Exception:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "get": getattr,
-    "set": setattr,
-    "item": lambda value, key: value[key],
-    "len": len,
-    "bool": bool,
-    "str": str,
-    "repr": repr,
-    "equal": lambda a, b: bool(a == b),
-    "iter": iter,
-    "next": lambda iterator: list(islice(iterator, 1)),
-}
+    "get": getattr, "set": setattr, "item": lambda value, key: value[key], "len": len, "bool": bool, "str": str,
+    "repr": repr, "equal": lambda a, b: bool(a == b), "iter": iter, "next": lambda iterator: list(islice(iterator, 1)),
+}  # fmt: skip
 """What the judge can request besides calls; each operation takes the object as its first argument."""
 
 

@@ -14,18 +14,7 @@ from hybrid_grpo.turns.formats.xml_calls import glm45, minimax_m2, qwen3_coder
 
 # The first format that can read a call is used, so less specific formats are listed later.
 FORMATS: dict[str, Format] = {
-    "hermes": hermes,
-    "mistral": mistral,
-    "qwen3_coder": qwen3_coder,
-    "glm45": glm45,
-    "kimi_k2": kimi_k2,
-    "deepseek_v3": deepseek_v3,
-    "gemma4": gemma4,
-    "minimax_m2": minimax_m2,
-    "granite": granite,
-    "phi4_mini": phi4_mini,
-    "olmo3": olmo3,
-    "lfm2": lfm2,
-    "llama3": llama3,
-    "pythonic": pythonic,
-}
+    "hermes": hermes, "mistral": mistral, "qwen3_coder": qwen3_coder, "glm45": glm45, "kimi_k2": kimi_k2,
+    "deepseek_v3": deepseek_v3, "gemma4": gemma4, "minimax_m2": minimax_m2, "granite": granite, "phi4_mini": phi4_mini,
+    "olmo3": olmo3, "lfm2": lfm2, "llama3": llama3, "pythonic": pythonic,
+}  # fmt: skip

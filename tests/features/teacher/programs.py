@@ -19,16 +19,11 @@ METRICS = (
 def steps(folder: Path, stage: int, generations: int, sections: Any = None, **teacher: Any) -> list[dict[str, Any]]:
     """Metrics of two steps with two optimizer steps each, in small micro-batches, and the tokens that were sampled."""
     trainer = made(
-        folder,
-        run={"steps": 10},
-        policy={"micro_batch_tokens": 100},
-        engine={"zero_stage": stage},
+        folder, run={"steps": 10}, policy={"micro_batch_tokens": 100}, engine={"zero_stage": stage},
         rollout={"prompts_per_step": 12, "num_generations": generations, "max_completion_tokens": 8},
-        grpo={"num_minibatches": 2},
-        teacher=teacher,
-        rewards=["letters_in_place"],
+        grpo={"num_minibatches": 2}, teacher=teacher, rewards=["letters_in_place"],
         **{"data": {"limit": 100}, **(sections or {})},
-    )
+    )  # fmt: skip
     seen = []
     for step in (1, 2):
         trainer.step(step)

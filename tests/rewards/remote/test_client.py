@@ -102,22 +102,17 @@ def test_a_chat_template_makes_the_query(tmp_path):
 TRANSIENT: dict[str, tuple[Behavior, str]] = {
     "500": (answer("", "500 Internal Server Error"), "answered 500"),
     "429": (answer("", "429 Too Many Requests"), "answered 429"),
-    "408": (answer("", "408 Request Timeout"), "answered 408"),
-    "a dropped body": (drops, "broke the connection"),
+    "408": (answer("", "408 Request Timeout"), "answered 408"), "a dropped body": (drops, "broke the connection"),
     "a dropped connection": (hangs_up, "broke the connection"),
-    "HTML": (answer("<html>Bad gateway</html>"), "not JSON"),
-    "not text": (answer(b"\xff\xfe\x00"), "not JSON"),
-    "deep JSON": (answer("[" * 100_000), "not JSON"),
-    "a list": (answer("[1.0]"), "without a list"),
+    "HTML": (answer("<html>Bad gateway</html>"), "not JSON"), "not text": (answer(b"\xff\xfe\x00"), "not JSON"),
+    "deep JSON": (answer("[" * 100_000), "not JSON"), "a list": (answer("[1.0]"), "without a list"),
     "no rewards": (says(score=[1.0]), "without a list"),
     "a wrong count": (says(rewards=[1.0, 2.0]), "2 rewards, expected 1"),
-    "NaN": (answer('{"rewards": [NaN]}'), "nulls: nan"),
-    "infinity": (answer('{"rewards": [1e999]}'), "nulls: inf"),
+    "NaN": (answer('{"rewards": [NaN]}'), "nulls: nan"), "infinity": (answer('{"rewards": [1e999]}'), "nulls: inf"),
     "a number beyond floats": (answer(f'{{"rewards": [{"9" * 400}]}}'), "nulls: 999"),
-    "text": (says(rewards=["1.0"]), "nulls: '1.0'"),
-    "a list in a list": (says(rewards=[[1.0]]), "nulls: [1.0]"),
+    "text": (says(rewards=["1.0"]), "nulls: '1.0'"), "a list in a list": (says(rewards=[[1.0]]), "nulls: [1.0]"),
     "no HTTP": (lambda connection, asked: connection.sendall(b"SSH-2.0-OpenSSH\r\n"), "broke the connection"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRANSIENT)
