@@ -58,6 +58,15 @@ def _tile(matrix, line, real, width, place, inside):
 
 
 @triton.jit
+def _weights(matrix, line, wanted, width, place, inside, kind, SCALED: tl.constexpr):
+    """Load weights, which are whole numbers if they are `SCALED`."""
+    tile = _tile(matrix, line, wanted, width, place, inside)
+    if SCALED:
+        tile = tile.to(tl.float32)
+    return tile.to(kind)
+
+
+@triton.jit
 def _scale(scales, scale_code, scale_scales, offset, block, inside):
     """Load the scales of some blocks of packed weights."""
     level = tl.load(scales + block, inside, 0).to(tl.int32)
@@ -106,9 +115,7 @@ def _product(
     acc, second = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     low, squares = tl.zeros([ROWS, max(RANK, 16)], tl.float32), tl.zeros([ROWS], tl.float32)
     of_rank = tl.arange(0, max(RANK, 16))
-    ranked = of_rank < rank
-    # Two packed weights share a byte: all first ones are a tile, and all second ones.
-    every: tl.constexpr = 2 if PACKED else 1
+    every: tl.constexpr = 2 if PACKED else 1  # two packed weights share a byte: first ones are a tile, second ones too
     for step in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(inputs, INPUTS))):
         if PACKED:
             byte = step * (INPUTS // 2) + tl.arange(0, INPUTS // 2)
@@ -126,23 +133,18 @@ def _product(
                 bits = pair >> 4 if half == 0 else pair & 15
                 tile = (tl.load(code + bits) * scale[:, None]).to(kind)
             else:
-                tile = _tile(weight, column, wanted, inputs, place, inside)
-            if SCALED:
-                tile = tile.to(tl.float32).to(kind)
+                tile = _weights(weight, column, wanted, inputs, place, inside, kind, SCALED)
             acc = dot(given, tl.trans(tile), acc)
             if GATE:
-                tile = _tile(weight, outputs + column, wanted, inputs, place, inside)
-                if SCALED:
-                    tile = tile.to(tl.float32).to(kind)
+                tile = _weights(weight, outputs + column, wanted, inputs, place, inside, kind, SCALED)
                 second = dot(given, tl.trans(tile), second)
             if RANK:
-                low = dot(given, tl.trans(_tile(down, of_rank, ranked, inputs, place, inside).to(kind)), low)
+                low = dot(given, tl.trans(_tile(down, of_rank, of_rank < rank, inputs, place, inside).to(kind)), low)
     if SCALED:
         acc *= tl.load(factors + column, wanted, 0.0)[None, :]
-        if GATE:
-            second *= tl.load(factors + outputs + column, wanted, 0.0)[None, :]
+        second *= tl.load(factors + outputs + column, wanted & GATE, 0.0)[None, :]
     if RANK:
-        lift = tl.trans(_tile(up, column, wanted, rank, of_rank, ranked).to(kind))
+        lift = tl.trans(_tile(up, column, wanted, rank, of_rank, of_rank < rank).to(kind))
         acc += factor * dot(low.to(kind), lift, tl.zeros([ROWS, COLUMNS], tl.float32))
     last = True
     if tl.num_programs(2) > 1:
@@ -182,10 +184,10 @@ def product(
     down, up, factor = adapter or (weight, weight, 0.0)
     rank = 0 if adapter is None else len(down)
     padded = max(16, triton.next_power_of_2(rank)) if rank else 0
-    # An adapter's rank stays in registers too.
-    most = 16 if padded > 64 else _MOST_ROWS * 2 // x.itemsize // (2 if padded > 16 else 1)
-    rows = min(most, max(16, triton.next_power_of_2(n)))
-    columns = 128 if rows == _MOST_ROWS and not gate else 64
+    # What an adapter has between its matrices stays in registers too.
+    most = {0: _MOST_ROWS, 16: 64}.get(padded, 32 if padded <= 64 else 16) * 2 // x.itemsize
+    rows = max(16, min(most, triton.next_power_of_2(n)))
+    columns = 128 if rows == _MOST_ROWS and not gate and packed is None else 64
     programs = tiling_of(x.device).products
     tiles, steps = triton.cdiv(outputs, columns) * triton.cdiv(n, rows), triton.cdiv(inputs, _INPUTS)
     share = triton.cdiv(steps, max(1, min(programs // tiles, steps // 4)))
