@@ -224,6 +224,7 @@ class Engine:
         self._parked: shards.ParkedStates | None = None
         if parks and self.device.type != "cpu":
             self._parked = shards.ParkedStates(self.engine.optimizer, self.stage, self.device)
+        self._frees_gradients = self.stage == 3 and self.device.type != "cpu" and not keep_view
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view, weights=weights)
         self.merged, self._generating = self._view.merged, False
         self.gather_s = self.release_s = self.wait_s = 0.0
@@ -275,7 +276,9 @@ class Engine:
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
-        start = time.perf_counter()
+        start, freed = time.perf_counter(), contextlib.ExitStack()
+        if self._frees_gradients:
+            freed.enter_context(shards.without_gradients(self.engine.optimizer, self.device))
         # DeepSpeed keeps small parameters gathered, which the view uses if there are no others.
         if self.stage == 3 and not all(p.ds_persist for p in self.engine.module.parameters()):
             # Free parameters that prefetching left gathered, for the cache. (The engine's own method of this name also
@@ -296,6 +299,7 @@ class Engine:
         finally:
             start = time.perf_counter()
             self._view.release()
+            freed.close()
             self._generating = False
             here, end = int(outcome), time.perf_counter()
             ranks.wait_for_all()

@@ -209,7 +209,8 @@ def test_what_an_offloaded_optimizer_pins_is_what_is_planned(folder):
 def test_states_that_are_away_between_steps_change_no_step(folder):
     learned = ("policy/loss", "policy/grad_norm", "policy/kl")
     for seen in ranks(2, "parked", folder, programs="engine_programs.py"):
-        for *both, tensors in seen:
+        assert [freed for *_, freed in seen] == [1, 1, 0, 0]
+        for *both, tensors, _ in seen:
             plain, parked = (
                 [s["rollouts"], s["greedy"], *([m.get(n) for n in learned] for m in s["metrics"])] for s in both
             )

@@ -211,19 +211,14 @@ def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[
     spans = [end_s - start_s for reply in replies for start_s, end_s in reply.spans]
     busy_s = busy_seconds(replies) or math.nan
     return {
-        "scored": len(value_N),
-        "does not apply": int((status_B == RewardStatus.NOT_APPLICABLE).sum()),
+        "scored": len(value_N), "does not apply": int((status_B == RewardStatus.NOT_APPLICABLE).sum()),
         "failed": int((status_B >= RewardStatus.FAILED).sum()),
-        "  out of time": int((status_B == RewardStatus.TIMED_OUT).sum()),
-        "mean": value_N.mean().item(),
+        "  out of time": int((status_B == RewardStatus.TIMED_OUT).sum()), "mean": value_N.mean().item(),
         "standard deviation": value_N.std().item() if len(value_N) > 1 else math.nan,
-        "share of 0": (value_N == 0).double().mean().item(),
-        "share of 1": (value_N == 1).double().mean().item(),
-        "calls": len(spans),
-        "slowest call, s": max(spans, default=math.nan),
-        "calls a second": len(spans) / busy_s,
+        "share of 0": (value_N == 0).double().mean().item(), "share of 1": (value_N == 1).double().mean().item(),
+        "calls": len(spans), "slowest call, s": max(spans, default=math.nan), "calls a second": len(spans) / busy_s,
         "completions a second": len(value_B) / busy_s,
-    }
+    }  # fmt: skip
 
 
 def _compared(before: list[float | None], now: list[float], threshold: float) -> dict[str, float]:

@@ -46,20 +46,14 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
     shown = row.get("pictures", ())
     pictures = [{**p, "data": p["data"] and b64decode(p["data"]), "size": tuple(p["size"])} for p in shown]
     return Completion(
-        token_ids=_decoded(row["tokens"]).tolist(),
-        logp=_decoded(row["logp"]).tolist(),
-        finish=row["finish"],
-        text=row["text"],
-        observations=tuple((place, ids) for place, ids in row.get("given", ())),
-        messages=tuple(row.get("messages", ())),
-        pictures=tuple(Picture(**picture) for picture in pictures),
-        episode=episode,
-        calls=tuple((name, has_failed) for name, has_failed in row.get("calls", ())),
+        token_ids=_decoded(row["tokens"]).tolist(), logp=_decoded(row["logp"]).tolist(), finish=row["finish"],
+        text=row["text"], observations=tuple((place, ids) for place, ids in row.get("given", ())),
+        messages=tuple(row.get("messages", ())), pictures=tuple(Picture(**picture) for picture in pictures),
+        episode=episode, calls=tuple((name, has_failed) for name, has_failed in row.get("calls", ())),
         sidecars=tuple(kind(*map(_decoded, row[kind.name])) for kind in KINDS if kind.name in row),
-        carried=tuple(row.get("carried", ())),
-        histories=tuple(row.get("histories", ())),
+        carried=tuple(row.get("carried", ())), histories=tuple(row.get("histories", ())),
         learned=row.get("learned", True),
-    )
+    )  # fmt: skip
 
 
 def _encoded(array: np.ndarray) -> list[Any]:

@@ -115,6 +115,23 @@ class ParkedStates:
 
 
 @contextmanager
+def without_gradients(optimizer: Any, device: torch.device) -> Iterator[None]:
+    """A context between steps, in which the buffers of gradients that ZeRO-3's `optimizer` has on a device take no
+    memory; they are 0 after it."""
+    buffers = [optimizer.grad_partitions_flat_buffer, *(bucket.buffer for bucket in optimizer.ipg_buckets.values())]
+    here = [buffer for buffer in buffers if buffer is not None and buffer.device == device]
+    sizes = [buffer.untyped_storage().nbytes() for buffer in here]
+    for buffer in here:
+        buffer.untyped_storage().resize_(0)
+    try:
+        yield
+    finally:
+        for buffer, size in zip(here, sizes, strict=True):
+            buffer.untyped_storage().resize_(size)
+            buffer.zero_()
+
+
+@contextmanager
 def _changing(optimizer: Any, stage: int) -> Iterator[None]:
     """A context in which the optimizer's tensors may be changed; on exit the weights follow them. Collective."""
     tensor_files.settle()

@@ -265,14 +265,9 @@ class Sequence:
         text = whole_characters(text) if finish == "length" else text
         self.waits = False
         self.completion = Completion(
-            token_ids=self.sampled,
-            logp=self.logp,
-            finish=finish,
-            text=text,
-            observations=tuple(self.observations),
-            sidecars=callbacks.recorded(self),
-            carried=self.resumed_from.carried if self.resumed_from else (),
-        )
+            token_ids=self.sampled, logp=self.logp, finish=finish, text=text, observations=tuple(self.observations),
+            sidecars=callbacks.recorded(self), carried=self.resumed_from.carried if self.resumed_from else (),
+        )  # fmt: skip
         whole: Completion | None = self.completion
         if callbacks.turns is not None:
             whole = callbacks.turns.finished(self.key, self.completion)

@@ -58,15 +58,10 @@ def geometry_of(model: Any) -> Geometry:
     with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
         cached_forward(model.base_model, ids, ids, seen)
     return Geometry(
-        shapes=tuple(seen.shapes),
-        dtype=seen.dtype,
-        attention=tuple(seen.attention),
-        reading=-(-tracker.peak // _PROBE_TOKENS),
-        shared=tuple(seen.layers),
-        latents=seen.latents,
-        states=tuple(seen.states),
-        experts=seen.routes.shape,
-    )
+        shapes=tuple(seen.shapes), dtype=seen.dtype, attention=tuple(seen.attention),
+        reading=-(-tracker.peak // _PROBE_TOKENS), shared=tuple(seen.layers), latents=seen.latents,
+        states=tuple(seen.states), experts=seen.routes.shape,
+    )  # fmt: skip
 
 
 class _ShapeProbe(ForwardCache):

@@ -152,19 +152,15 @@ def train_batches(
             length_b1=micro.of_rows(lengths_B[:, None]),
         )
         yield TrainBatch(
-            micro,
-            micro.of_rows(signals.sampler_logp_BT),
+            micro, micro.of_rows(signals.sampler_logp_BT),
             None if signals.old_logp_BT is None else micro.of_rows(signals.old_logp_BT),
             None if signals.ref_logp_BT is None else micro.of_rows(signals.ref_logp_BT),
-            micro.of_rows(signals.advantages_BT),
-            weight_bT,
+            micro.of_rows(signals.advantages_BT), weight_bT,
             {name: micro.of_rows(rows_B[:, None]) for name, rows_B in writers_B.items()},
-            None if signals.is_old_BT is None else micro.of_rows(signals.is_old_BT),
-            has_gradient,
-            None if signals.drifts_BT is None else micro.of_rows(signals.drifts_BT),
-            correction_mean,
+            None if signals.is_old_BT is None else micro.of_rows(signals.is_old_BT), has_gradient,
+            None if signals.drifts_BT is None else micro.of_rows(signals.drifts_BT), correction_mean,
             None if group_B is None else micro.of_rows(group_B[:, None])[:, 0],
-        )
+        )  # fmt: skip
 
 
 def correction_means(

@@ -184,15 +184,9 @@ def _without_towers(config: Any) -> Any:
 
     ignored = [*(whole._keys_to_ignore_on_load_unexpected or []), *(rf"(^|\.){re.escape(t)}(\.|$)" for t in towers)]
     return _subclass(
-        type(whole),
-        __init__=init,
-        **without_start,
-        get_parameter=get_parameter,
-        tie_weights=tie_weights,
-        from_config=classmethod(from_config),
-        kept=kept,
-        _keys_to_ignore_on_load_unexpected=ignored,
-    )
+        type(whole), __init__=init, **without_start, get_parameter=get_parameter, tie_weights=tie_weights,
+        from_config=classmethod(from_config), kept=kept, _keys_to_ignore_on_load_unexpected=ignored,
+    )  # fmt: skip
 
 
 def _initialize_like(module: Any, config: Any, like: Any) -> None:

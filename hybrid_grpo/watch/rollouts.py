@@ -233,14 +233,9 @@ def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> di
         whole = prompt_text(messages)
         completion = whole if text and text.casefold() in whole.casefold() else _last_words(messages)
     return {
-        "step": step,
-        "offset": offset,
-        **numbers,
-        **({"turns": turns} if turns > 1 else {}),
-        "same": checksum,
-        "prompt": _around(_question(prompt, text), text),
-        "completion": _around(completion, text),
-    }
+        "step": step, "offset": offset, **numbers, **({"turns": turns} if turns > 1 else {}), "same": checksum,
+        "prompt": _around(_question(prompt, text), text), "completion": _around(completion, text),
+    }  # fmt: skip
 
 
 def _question(prompt: Any, text: str) -> str:

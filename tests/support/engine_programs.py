@@ -121,16 +121,25 @@ class Unreadable(ParkedStates):
         return super().on_device()
 
 
-def parked(folder: Path) -> list[tuple[Any, Any, int]]:
-    """Two steps at ZeRO-2 and 3 in both types, as they are and with states that nothing can read between steps; how
-    many tensors these were."""
+def parked(folder: Path) -> list[tuple[Any, Any, int, int]]:
+    """Two steps at ZeRO-2 and 3 in both types, as they are and with states that nothing can read between steps, nor
+    gradients in rollouts at stage 3; how many tensors the states were, and the bytes of gradients in a rollout."""
     seen = []
     for stage, dtype, beta in ((2, "float32", 0.0), (2, "bfloat16", 0.1), (3, "float32", 0.1), (3, "bfloat16", 0.0)):
         plain = two_steps(build(folder, stage=stage, dtype=dtype, beta=beta, num_minibatches=2))
         trainer = build(folder, stage=stage, dtype=dtype, beta=beta, num_minibatches=2, offload="between_steps")
         engine = trainer.policy.engine
         engine._parked = away = Unreadable(engine.engine.optimizer, stage, engine.device)
-        seen.append((plain, two_steps(trainer), len(away.away)))
+        engine._frees_gradients, gather, sizes = stage == 3, engine._view.gather, [1]
+
+        def gathered(of: Any = engine.engine.optimizer, sizes: Any = sizes, gather: Any = gather, **how: Any) -> None:
+            buffers = [of.grad_partitions_flat_buffer, *(bucket.buffer for bucket in of.ipg_buckets.values())]
+            sizes[0] = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+            gather(**how)
+
+        if stage == 3:
+            engine._view.gather = gathered
+        seen.append((plain, two_steps(trainer), len(away.away), sizes[0]))
     return seen
 
 

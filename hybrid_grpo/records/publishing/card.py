@@ -198,29 +198,17 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
         eval_results=_results(run, evaluation.numbers) or None,
     )
     card = ModelCard.from_template(
-        head,
-        template_path=str(Path(__file__).with_name("card.md.j2")),
-        title=run.folder.resolve().name,
-        name=name,
-        command=command,
-        method=method,
-        step=run.step,
-        steps=run.settings.get("run", {}).get("steps"),
-        starts=[_spelled(model, run.is_local(model)) for model in run.ancestors],
-        is_chat=run.is_chat,
-        system=run.settings.get("data", {}).get("system_prompt"),
-        has_adapter=(run.model / "adapter").is_dir(),
-        numbers=evaluation.table() if evaluation.numbers else [],
-        measured=evaluation.how,
+        head, template_path=str(Path(__file__).with_name("card.md.j2")), title=run.folder.resolve().name, name=name,
+        command=command, method=method, step=run.step, steps=run.settings.get("run", {}).get("steps"),
+        starts=[_spelled(model, run.is_local(model)) for model in run.ancestors], is_chat=run.is_chat,
+        system=run.settings.get("data", {}).get("system_prompt"), has_adapter=(run.model / "adapter").is_dir(),
+        numbers=evaluation.table() if evaluation.numbers else [], measured=evaluation.how,
         best=[(name, value) for name, value in exported(run.model).items() if name != "step"],
-        evaluations=_evaluations(run),
-        curves=(path.parent / "curves.svg").exists(),
-        facts=run.facts,
+        evaluations=_evaluations(run), curves=(path.parent / "curves.svg").exists(), facts=run.facts,
         data={name: fact for name, fact in run.facts.items() if name == "data" or name.startswith("held out")},
         mixture=publishable(run.settings.get("data", {}).get("mixture") or []),
-        changed=_as_yaml(publishable(differing(run.settings, to_dict(cls())))),
-        ranks=int(run.facts.get("ranks", "1")),
-    )
+        changed=_as_yaml(publishable(differing(run.settings, to_dict(cls())))), ranks=int(run.facts.get("ranks", "1")),
+    )  # fmt: skip
     path.write_text(f"{card}\n", encoding="utf-8")
 
 

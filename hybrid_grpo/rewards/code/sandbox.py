@@ -63,15 +63,9 @@ class Sandbox:
         command = [sys.executable, "-s", "-S", "-c", _START, _ROOT, str(theirs.fileno()), *without]
         library_path = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self._process = subprocess.Popen(
-            command,
-            env=_ENVIRONMENT | library_path,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
+            command, env=_ENVIRONMENT | library_path, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True,
+        )  # fmt: skip
         theirs.close()
         self._owner = os.getpid()
         self.protections: dict[str, str] = self._receive(_SLACK_S)["protections"]

@@ -200,8 +200,9 @@ class Plan:
         held = int((1 if self.gpu else _CPU_HEAP) * micro.kept)
         activations = Part("activations", held, remedies.smaller_micro_batches(self))
         freed = [] if self.gpu else [activations]
-        # ZeRO-3 keeps its buffers of gradients from step to step.
-        rest = [*fixed, *freed, *([gradients] if self.stage == 3 else []), self.four_bits(on_host=False)]
+        # ZeRO-3 keeps its buffers of gradients from step to step, unless what decodes is released.
+        stays = self.stage == 3 and (self.keeps or not self.gpu)
+        rest = [*fixed, *freed, *([gradients] if stays else []), self.four_bits(on_host=False)]
         gathered = rest if kept else [*rest, self.gathered()]
         exported = [*rest, self.gathered(exact=True)] if self.weights == "int8" else gathered
         unpacked = Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(self.packed))
