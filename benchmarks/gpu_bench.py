@@ -89,6 +89,8 @@ class Bench:
     device: torch.device
     new_capture: Callable[[], graphs.Capture | None]
     """Returns what captures into a memory pool of its own."""
+    weights: Any = "merged"
+    """See `View`."""
 
     def capture(self, step: graphs.Step) -> graphs.Replay:
         """Capture a step as a CUDA graph."""
@@ -140,7 +142,7 @@ class Bench:
     def view(self) -> Any:
         """The same weights as they decode."""
         module = meta_copy(self.model, ATTENTION).eval()
-        View(self.model, module, False, self.device).gather()
+        View(self.model, module, False, self.device, weights=self.weights).gather()
         return module
 
     @cached_property

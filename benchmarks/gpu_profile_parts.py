@@ -4,6 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hybrid_grpo.commands.plan import known_config
+from hybrid_grpo.commands.tune import Layer, tuned
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.generation import Sampling
@@ -119,15 +121,31 @@ def decode(bench: Bench, found: Found) -> None:
 
 @torch.inference_mode()
 def products(bench: Bench, found: Found) -> None:
-    """A step whose products are the kernel's, and one whose are torch's."""
-    for by, most_rows in (("the kernel", 1 << 30), ("torch", 0)):
+    """A step whose products are the kernel's, one whose are torch's, and one with weights in eight bits."""
+    for by, most_rows in (("the kernel", 1 << 30), ("torch", 0), ("eight bits", 0)):
+        if by == "eight bits":
+            bench.weights = "int8"
+            bench.release()
         bench.__dict__.pop("decoder", None)
         if bench.decoder._fused is not None:
             bench.decoder._fused.most_rows = most_rows
         for rows in bench.sizes.rows:
             advance, steps = _steps(bench, rows, bench.sizes.contexts[0]), bench.sizes.steps
             found[f"ms of {rows} rows, by {by}"] = 1e3 * bench.seconds(lambda: advance(steps), 3) / steps  # noqa: B023
-    bench.__dict__.pop("decoder")
+    bench.weights = "merged"
+    bench.release()
+
+
+@torch.inference_mode()
+def tune(bench: Bench, found: Found) -> None:
+    if bench.device.type == "cuda":
+        from triton.testing import do_bench
+
+        units = torch.cuda.get_device_properties(bench.device).multi_processor_count
+        layer, measure = Layer(bench.device), partial(do_bench, warmup=5, rep=20, return_mode="median")
+    else:  # tests/commands/test_tune.py runs the kernels
+        layer, units, measure = Layer(bench.device, 256, 64, 4096), 4, lambda _: 0.0
+    found |= tuned(layer, units, measure)._asdict()
 
 
 def _longest(bench: Bench, work: Callable[[], Any], runs: int) -> tuple[dict[str, float], list[Found]]:

@@ -189,21 +189,15 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     train = {stage: stages.pop(stage) for stage in TRAIN}
     rest = stages.pop("rest")
     return {
-        "median_s": median(times),
-        "min_s": min(times),
-        "max_s": max(times),
-        "stages_s": {**stages, "train": sum(train.values()), "rest": rest},
-        "train_s": train,
-        "generated_tokens": middle("generated_tokens"),
-        "trained_tokens": middle("trained_tokens"),
-        "computed_over_real": middle("computed_over_real"),
-        "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
+        "median_s": median(times), "min_s": min(times), "max_s": max(times),
+        "stages_s": {**stages, "train": sum(train.values()), "rest": rest}, "train_s": train,
+        "generated_tokens": middle("generated_tokens"), "trained_tokens": middle("trained_tokens"),
+        "computed_over_real": middle("computed_over_real"), "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
         "increment_gb": max(run["increment_gb"] for run in runs),
         **({"forcing_s": middle("forcing_s")} if runs[0].get("forcing_s") else {}),
         **{name: max(run[name] for run in runs) for name in WORST if name in runs[0]},
-        **({"switch_share": middle("switch_s") / median(times)} if "switch_s" in runs[0] else {}),
-        "times_s": times,
-    }
+        **({"switch_share": middle("switch_s") / median(times)} if "switch_s" in runs[0] else {}), "times_s": times,
+    }  # fmt: skip
 
 
 def show(title: str, results: dict[str, dict[str, Any]]) -> None:

@@ -107,16 +107,10 @@ class Measurement:
         peak = memory_gb("VmHWM")
         of_gpu = {"peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9} if self.on_gpu else {}
         return {
-            "seconds": seconds,
-            "stages": {**stages, "rest": seconds - sum(stages.values())},
-            "generated_tokens": generated,
-            "trained_tokens": trained,
-            "computed_over_real": positions / trained,
-            "peak_rss_gb": peak,
-            "increment_gb": peak - self.loaded_gb,
-            "reward": reward,
-            **of_gpu,
-        }
+            "seconds": seconds, "stages": {**stages, "rest": seconds - sum(stages.values())},
+            "generated_tokens": generated, "trained_tokens": trained, "computed_over_real": positions / trained,
+            "peak_rss_gb": peak, "increment_gb": peak - self.loaded_gb, "reward": reward, **of_gpu,
+        }  # fmt: skip
 
 
 def shortened(lengths: list[list[int]], factor: int) -> list[list[int]]:

@@ -167,18 +167,12 @@ def _forced(
     rows = [{"prompt": "".join(random.choices(string.ascii_lowercase, k=n))} for n in prompts]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "policy.model": folder / "model",
-        "policy.dtype": dtype,
-        "policy.lr": "1e-5",
-        "data.path": folder / "data.jsonl",
-        "data.shuffle": "false",
-        "rollout.prompts_per_step": len(prompts),
-        "rollout.num_generations": generations,
-        "rollout.max_completion_tokens": limit,
-        "rollout.ignore_eos": "true",
+        "policy.model": folder / "model", "policy.dtype": dtype, "policy.lr": "1e-5",
+        "data.path": folder / "data.jsonl", "data.shuffle": "false", "rollout.prompts_per_step": len(prompts),
+        "rollout.num_generations": generations, "rollout.max_completion_tokens": limit, "rollout.ignore_eos": "true",
         "rewards": json.dumps([{"function": f"{ROOT / 'benchmarks/step_rewards.py'}:scattered"}]),
         "log.wandb": "disabled",
-    }
+    }  # fmt: skip
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 

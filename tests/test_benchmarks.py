@@ -128,8 +128,11 @@ def test_the_profile_measures_every_part_at_toy_sizes(tmp_path):
     assert found["capturing"]["again"]["forwards"] == 2 and found["training"]["checkpointing"]["mfu"] > 0
     assert len(found["training_kernels"]["kernels"]) == len(found["decode_kernels"]["kernels of 2 x 20"]) == 15
     assert all(
-        found["products"][f"ms of {rows} rows, by {by}"] > 0 for rows in (1, 2) for by in ("the kernel", "torch")
+        found["products"][f"ms of {rows} rows, by {by}"] > 0
+        for rows in (1, 2)
+        for by in ("the kernel", "torch", "eight bits")
     )
+    assert found["tune"]["few"] > 0
     assert "ms a decode step" in (tmp_path / "gpu.md").read_text()
 
 

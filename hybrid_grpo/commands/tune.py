@@ -53,7 +53,7 @@ def tuned(layer: "Layer", units: int, measure: Callable[[Work], float]) -> Any:
     """Return the fastest tiling for a device of `units` multiprocessors. Programs of attention are tried with few
     sequences and with many, those of products with few rows; whole layers, ours beside torch's, say up to how many rows
     ours are used."""
-    best = gpu.tilings.tiling_of(layer.device)
+    best = before = gpu.tilings.tiling_of(layer.device)
 
     def seconds(tiling: Any, works: list[Work]) -> float:
         gpu.tilings.use(layer.device, tiling)
@@ -73,6 +73,7 @@ def tuned(layer: "Layer", units: int, measure: Callable[[Work], float]) -> Any:
         if ours > torchs:
             break
         most_rows = n
+    gpu.tilings.use(layer.device, before)
     return best._replace(most_rows=most_rows)
 
 
