@@ -29,8 +29,9 @@ class Int8Linear(nn.Linear):
 
 def quantize(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Write a weight [out, in] in eight bits, rounded to the nearest, to int8 `codes` and float32 `scale` [out]."""
-    # In parts, for which a CPU has memory at hand.
-    for part, into, of in zip(*(tensor.split(_ROWS) for tensor in (weight, codes, scale)), strict=True):
+    # A CPU has memory at hand for small parts.
+    rows = _ROWS if weight.device.type == "cpu" else len(weight)
+    for part, into, of in zip(*(tensor.split(rows) for tensor in (weight, codes, scale)), strict=True):
         of.copy_(part.abs().amax(dim=1)).div_(_LARGEST)
         into.copy_((part / of.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_())
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import yaml
 from user import User
 
 from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig
@@ -65,3 +66,14 @@ def test_a_command_has_the_settings_that_it_needs() -> None:
     names = {name for cls in (TrainConfig, SftConfig) for name in setting_names(cls)}
     marked = {command for name in names for command in (about(name).unused_by or "").split()}
     assert marked <= {"plan", *(cls.command for cls in READERS)}
+
+
+def test_rounded_weights_have_other_defaults_in_the_loss_and_in_an_alarm() -> None:
+    def of(**sections: Any) -> tuple[str, float | None]:
+        config = build(TrainConfig, {"rollout": {"weights": "int8"}, **sections})
+        assert build(TrainConfig, yaml.safe_load(dump(config))) == config
+        return config.grpo.sampler_correction, config.alarms.parity and config.alarms.parity.above
+
+    assert of() == of(grpo={"beta": 0.1}, alarms={"kl": None}) == ("truncate", 0.15)
+    assert of(grpo={"preset": "icepop"}, alarms={"parity": None}) == ("band", None)
+    assert of(grpo={"sampler_correction": "none"}) == of(grpo={"old_logp": "sampler"}) == ("none", 0.15)

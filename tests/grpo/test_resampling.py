@@ -31,15 +31,10 @@ class Step:
             return rollout_of(prompts, good)
 
         self.rollout, self.scores, numbers = resample(
-            rollout,
-            scores,
-            list(range(groups)),
-            draw=lambda count, wanted: [prompt for prompt, _ in self.loader.draw(count, wanted)],
-            sample=sample,
-            slots=groups,
-            sum_over_ranks=lambda counts: counts,
-            max_rounds=max_rounds,
-        )
+            rollout, scores, list(range(groups)),
+            draw=lambda count, wanted: [prompt for prompt, _ in self.loader.draw(count, wanted)], sample=sample,
+            slots=groups, sum_over_ranks=lambda counts: counts, max_rounds=max_rounds,
+        )  # fmt: skip
         self.meter.update(numbers)
         self.kept = [prompt.id for prompt in self.rollout.prompts]
 

@@ -36,14 +36,9 @@ def make_reward_model(
         tokenizer: arguments of `char_tokenizer`.
     """
     config = AutoConfig.for_model(
-        architecture,
-        vocab_size=len(IDS),
-        num_labels=labels,
-        pad_token_id=IDS["<pad>"] if pad else None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **_OWN[architecture],
-    )
+        architecture, vocab_size=len(IDS), num_labels=labels, pad_token_id=IDS["<pad>"] if pad else None,
+        bos_token_id=None, eos_token_id=None, **_OWN[architecture],
+    )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config)
     with torch.no_grad():

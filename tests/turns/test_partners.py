@@ -361,20 +361,18 @@ def test_keep_history_reads_what_the_model_wrote(tools):
 
 
 READY_MADE = [
-    ("calculator", {"expression": "(3 + 4.5) * -2"}, "-15"),
-    ("calculator", {"expression": "1 / 3"}, "0.333333333333"),
+    ("calculator", {"expression": "(3 + 4.5) * -2"}, "-15"), ("calculator", {"expression": "1 / 3"}, "0.333333333333"),
     ("calculator", {"expression": "10 ** 9 ** 9"}, "error: ValueError: not an expression of numbers"),
     ("calculator", {"expression": "1 / 0"}, "error: ZeroDivisionError"),
     ("calculator", {"expression": "__import__('os')"}, "error: ValueError: not an expression"),
     ("python", {"code": "print(sum(range(10)))"}, "45"),
     ("python", {"code": "print(1)\nraise KeyError('a')"}, "1\n\nKeyError: 'a'"),
-    ("python", {"code": "open('/etc/passwd')"}, "PermissionError"),
-    ("multiply", {"a": 6, "b": 7}, "42"),
+    ("python", {"code": "open('/etc/passwd')"}, "PermissionError"), ("multiply", {"a": 6, "b": 7}, "42"),
     ("async_add", {"a": 6, "b": 7}, "13"),
     ("count", {"item": "chair"}, '{"item": "chair", "count": 3, "colours": "all"}'),
     ("count", {"item": "chair", "colours": ["red"]}, '{"item": "chair", "count": 3, "colours": ["red"]}'),
     ("count", {"item": "sofa"}, "error: KeyError: 'sofa'"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -207,7 +207,9 @@ class Plan:
         exported = [*rest, self.gathered(exact=True)] if self.weights == "int8" else gathered
         unpacked = Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(self.packed))
         generating = [*gathered, *([] if kept else [self.graphs()]), *([] if self.gpu else [self.copy()])]
-        generating += [unpacked] if self.weights == "unmerged" else []
+        # Of eight bits by way of float32, where no kernel multiplies them.
+        each = {"unmerged": self.dtype * bool(self.packed), "int8": 4 + self.dtype}.get(self.weights, 0)
+        generating.append(Part("unpacked weights", each * self.sizes.largest_linear))
         generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))

@@ -6,14 +6,9 @@ from hybrid_grpo.rewards.scorer import EPISODES
 from hybrid_grpo.turns.environments.environments import _score
 
 EPISODES_OF_A_STEP = [
-    Episode("game", ((3, 1.0), (5, 0.25)), 0.5),
-    Episode("game", ((3, 1.0), (7, 0.25)), 0.5),
-    Episode("game", (), 2.0),
-    Episode("game"),
-    Episode("other", (), 3.0),
-    Episode("game", ((3, 1.0),), 0.5, failure="is gone"),
-    None,
-]
+    Episode("game", ((3, 1.0), (5, 0.25)), 0.5), Episode("game", ((3, 1.0), (7, 0.25)), 0.5), Episode("game", (), 2.0),
+    Episode("game"), Episode("other", (), 3.0), Episode("game", ((3, 1.0),), 0.5, failure="is gone"), None,
+]  # fmt: skip
 
 
 def test_the_reward_of_the_whole_comes_with_the_last_token_or_is_added_up():
