@@ -170,7 +170,8 @@ class Matrix(Bench):
         why = said.strip().removeprefix("hybrid-grpo: error: ")
         one_line = status == 2 and "\n" not in why and not (self.folder / name / "run").exists()
         shutil.rmtree(self.folder / name)
-        entry = {"outcome": "refused" if one_line else "failed", "why": why[-600:]}
+        entry = {"outcome": "refused", "why": why[-600:]}
+        entry |= {} if one_line else {"outcome": "failed", "why": f"status {status}: {why[-600:]}"}
         return {"pair": number, **entry, "seconds": round(time.monotonic() - start, 1), "settings": dict(sorted(pair))}
 
 
