@@ -224,7 +224,9 @@ class Engine:
         self._parked: shards.ParkedStates | None = None
         if parks and self.device.type != "cpu":
             self._parked = shards.ParkedStates(self.engine.optimizer, self.stage, self.device)
-        self._frees_gradients = self.stage == 3 and self.device.type != "cpu" and not keep_view
+        self._gradients: shards.GradientBuffers | None = None
+        if self.stage == 3 and self.device.type != "cpu" and not keep_view:
+            self._gradients = shards.GradientBuffers(self.engine.optimizer, self.device)
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view, weights=weights)
         self.merged, self._generating = self._view.merged, False
         self.gather_s = self.release_s = self.wait_s = 0.0
@@ -233,6 +235,8 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass. Collective under ZeRO-3."""
         assert not self._generating, "the training forward is closed while the policy generates"
+        if self._gradients:
+            self._gradients.restore()
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -276,9 +280,9 @@ class Engine:
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
-        start, freed = time.perf_counter(), contextlib.ExitStack()
-        if self._frees_gradients:
-            freed.enter_context(shards.without_gradients(self.engine.optimizer, self.device))
+        start = time.perf_counter()
+        if self._gradients:
+            self._gradients.free()
         # DeepSpeed keeps small parameters gathered, which the view uses if there are no others.
         if self.stage == 3 and not all(p.ds_persist for p in self.engine.module.parameters()):
             # Free parameters that prefetching left gathered, for the cache. (The engine's own method of this name also
@@ -299,7 +303,6 @@ class Engine:
         finally:
             start = time.perf_counter()
             self._view.release()
-            freed.close()
             self._generating = False
             here, end = int(outcome), time.perf_counter()
             ranks.wait_for_all()

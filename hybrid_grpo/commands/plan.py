@@ -150,7 +150,7 @@ def step_seconds(plan: Plan) -> dict[str, float]:
     length = plan.longest - plan.prompt
     product = 2 * plan.sizes.active / plan.hardware.flops
     cached = plan.slots * (plan.prompt + length / 2) * plan.sizes.token_bytes
-    weights = plan.dtype * plan.sizes.active - (plan.dtype - 1) * plan.sizes.linear * (plan.weights == "int8")
+    weights = plan.dtype * plan.sizes.active - (plan.dtype - 1) * plan.sizes.eight_bits * (plan.weights == "int8")
     read = (weights + cached) / plan.hardware.bandwidth
     prefill = plan.batch.prompts_per_rank * plan.prompt * product
     generation = prefill + plan.rows / plan.slots * length * max(read, plan.slots * product)

@@ -57,8 +57,8 @@ def _of_rounded(values: Mapping[str, Any]) -> dict[str, Any]:
     sections: dict[str, Any] = {}
     if isinstance(grpo, Mapping) and grpo.get("old_logp") != "sampler":
         sections["grpo"] = {"sampler_correction": "truncate", **with_preset(grpo)}
-    if isinstance(alarms, Mapping):
-        sections["alarms"] = {"parity": {"above": 0.15}, **alarms}
+    if isinstance(alarms, Mapping) and isinstance(parity := alarms.get("parity", {}), Mapping):
+        sections["alarms"] = {**alarms, "parity": {"above": 0.15, **parity}}
     return sections
 
 

@@ -82,13 +82,10 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
         f" are more than {_MOST_ROWS} completions at a time: lower one of the two",
     )
     return BatchPlan(
-        world_size=world_size,
-        prompts_per_rank=prompts,
-        num_generations=rollout.num_generations,
-        num_minibatches=grpo.num_minibatches,
-        num_iterations=grpo.num_iterations,
+        world_size=world_size, prompts_per_rank=prompts, num_generations=rollout.num_generations,
+        num_minibatches=grpo.num_minibatches, num_iterations=grpo.num_iterations,
         off_policy_rows=config.off_policy_rows,
-    )
+    )  # fmt: skip
 
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:

@@ -120,16 +120,11 @@ def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut
     )
     threshold = evaluation.get("threshold", config.eval.threshold)
     return HeldOut(
-        name=name,
-        setting=setting,
-        rows=_rows(config.data, given, of_task.get("data"), setting),
-        data=_reading(config.data, given, of_task.get("data", {}), task),
-        rewards=rewards,
-        outcome=outcome,
+        name=name, setting=setting, rows=_rows(config.data, given, of_task.get("data"), setting),
+        data=_reading(config.data, given, of_task.get("data", {}), task), rewards=rewards, outcome=outcome,
         threshold=threshold if given.threshold is None else given.threshold,
-        every=config.eval.every if given.every is None else given.every,
-        rollout=_rollout(config, given, setting),
-    )
+        every=config.eval.every if given.every is None else given.every, rollout=_rollout(config, given, setting),
+    )  # fmt: skip
 
 
 def _rows(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any] | None, setting: str) -> Rows | None:

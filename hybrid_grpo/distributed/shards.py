@@ -114,21 +114,24 @@ class ParkedStates:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-@contextmanager
-def without_gradients(optimizer: Any, device: torch.device) -> Iterator[None]:
-    """A context between steps, in which the buffers of gradients that ZeRO-3's `optimizer` has on a device take no
-    memory; they are 0 after it."""
-    buffers = [optimizer.grad_partitions_flat_buffer, *(bucket.buffer for bucket in optimizer.ipg_buckets.values())]
-    here = [buffer for buffer in buffers if buffer is not None and buffer.device == device]
-    sizes = [buffer.untyped_storage().nbytes() for buffer in here]
-    for buffer in here:
-        buffer.untyped_storage().resize_(0)
-    try:
-        yield
-    finally:
-        for buffer, size in zip(here, sizes, strict=True):
-            buffer.untyped_storage().resize_(size)
-            buffer.zero_()
+class GradientBuffers:
+    """The buffers of gradients that ZeRO-3's `optimizer` has on a device, whose memory is free between steps."""
+
+    def __init__(self, optimizer: Any, device: torch.device) -> None:
+        found = [optimizer.grad_partitions_flat_buffer, *(bucket.buffer for bucket in optimizer.ipg_buckets.values())]
+        here = [buffer for buffer in found if buffer is not None and buffer.device == device]
+        self._buffers = [(buffer, buffer.untyped_storage().nbytes()) for buffer in here]
+
+    def free(self) -> None:
+        for buffer, _ in self._buffers:
+            buffer.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Give those that have none their memory, as zeros."""
+        for buffer, size in self._buffers:
+            if buffer.untyped_storage().nbytes() < size:
+                buffer.untyped_storage().resize_(size)
+                buffer.zero_()
 
 
 @contextmanager

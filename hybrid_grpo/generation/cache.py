@@ -50,6 +50,8 @@ class Geometry:
     """The options of each call of attention in a forward, in order, without their sinks."""
     reading: int = 0
     """Bytes that a prefill needs for each token, in addition to the cache."""
+    unpacked: int = 0
+    """Bytes that it needs for a weight that it unpacks."""
     shared: tuple[int, ...] = ()
     """For each call of attention, the index in `shapes` of its keys and values. Default: each has its own."""
     latents: bool = False
@@ -291,7 +293,7 @@ def cache_for(
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes
     free = free_bytes(device)
     prefill = prefill_that_fits(prefill_tokens, on_gpu, geometry.reading, free)
-    reserve = min(prefill, sum(longest)) * geometry.reading + reserved(slots) if on_gpu else 0
+    reserve = min(prefill, sum(longest)) * geometry.reading + geometry.unpacked + reserved(slots) if on_gpu else 0
     bytes_ = int(GPU_SHARE * max(0, free - reserve) if on_gpu else free) if cache_gb is None else int(cache_gb * 2**30)
     # States take at most half; then fewer sequences are decoded at a time.
     while slots > 1 and rows_for(slots, waiting=waiting) * geometry.state_bytes > bytes_ / 2:

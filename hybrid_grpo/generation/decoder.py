@@ -1,5 +1,6 @@
 """The device side of decoding: one slot of state for every sequence, and the step that advances all of them."""
 
+import warnings
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -15,6 +16,7 @@ from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for, si
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_lists
 from hybrid_grpo.generation.sequence import Sequence, new_text
+from hybrid_grpo.model.eight_bits import Int8Linear
 from hybrid_grpo.model.kernels.decoding import Alike
 from hybrid_grpo.model.upload import upload
 
@@ -46,6 +48,8 @@ class Decoder:
         self.cache, self._model, self._device, self._capture = cache, model, cache.device, capture
         self._has_offsets = has_offsets
         self._fused: Any = fused_step(model, cache)
+        if self._fused is None and any(isinstance(module, Int8Linear) for module in model.modules()):
+            warnings.warn(f"rollout.weights int8 is slow: {type(model).__name__} has no step by kernels", stacklevel=2)
         self._state_6n = torch.zeros(6, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0

@@ -109,7 +109,7 @@ def _layer_looks_right(layer: Any, norm: Any, on_gpu: bool) -> bool:
     mixer = _DELTA if has_delta(layer) else _ATTENTION
     return (
         parts.keys() - _HEAD_NORMS == _MLP | mixer
-        and all(type(linear) is nn.Linear or (not has_delta(layer) and _can_read(linear, on_gpu)) for linear in linears)
+        and all(type(x) in (nn.Linear, Int8Linear) or (not has_delta(layer) and _can_read(x, on_gpu)) for x in linears)
         and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
         and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
         and (has_delta(layer) or hasattr(layer.self_attn, "head_dim"))

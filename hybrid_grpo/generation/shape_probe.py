@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.cache import ForwardCache, Geometry, cached_forward
 from hybrid_grpo.generation.state_pool import StateShape
+from hybrid_grpo.model.eight_bits import unpacked_bytes
 from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.routing import RoutingProbe, install_routers
 from hybrid_grpo.model.runs import Runs
@@ -57,10 +58,11 @@ def geometry_of(model: Any) -> Geometry:
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
     with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
         cached_forward(model.base_model, ids, ids, seen)
+    unpacked = unpacked_bytes(model, seen.dtype)
     return Geometry(
         shapes=tuple(seen.shapes), dtype=seen.dtype, attention=tuple(seen.attention),
-        reading=-(-tracker.peak // _PROBE_TOKENS), shared=tuple(seen.layers), latents=seen.latents,
-        states=tuple(seen.states), experts=seen.routes.shape,
+        reading=-(-max(0, tracker.peak - unpacked) // _PROBE_TOKENS), unpacked=unpacked, shared=tuple(seen.layers),
+        latents=seen.latents, states=tuple(seen.states), experts=seen.routes.shape,
     )  # fmt: skip
 
 

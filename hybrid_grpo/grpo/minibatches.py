@@ -144,13 +144,10 @@ def train_batches(
     """
     for micro, has_gradient in micro_batches:
         weight_bT = token_weights(
-            micro.mask_bT & micro.of_rows(counts_B[:, None]),
-            grpo.loss_type,
-            total_tokens=totals[0],
-            total_rows=totals[1],
-            max_completion_tokens=max_completion_tokens,
+            micro.mask_bT & micro.of_rows(counts_B[:, None]), grpo.loss_type, total_tokens=totals[0],
+            total_rows=totals[1], max_completion_tokens=max_completion_tokens,
             length_b1=micro.of_rows(lengths_B[:, None]),
-        )
+        )  # fmt: skip
         yield TrainBatch(
             micro, micro.of_rows(signals.sampler_logp_BT),
             None if signals.old_logp_BT is None else micro.of_rows(signals.old_logp_BT),

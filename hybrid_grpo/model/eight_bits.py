@@ -47,6 +47,15 @@ def eight_bit_layers(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     ]
 
 
+def unpacked_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Return the most bytes that a forward takes for a weight which it multiplies in full: of eight bits by way of
+    float32, or of four bits."""
+    linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    forms = [getattr(m.weight, "quant_state", None) for m in linears]
+    of_four = [form.shape.numel() * dtype.itemsize for form in forms if form is not None]
+    return max([*of_four, *(m.weight.numel() * (4 + dtype.itemsize % 4) for m in linears if type(m) is Int8Linear), 0])
+
+
 def check_weights(weights: str, config: Any) -> None:
     """Raise UserError for weights of rollouts that a model does not have, given its configuration."""
     if weights == "int8":

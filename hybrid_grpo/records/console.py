@@ -24,18 +24,12 @@ WIDTH = 80
 """Columns of a line where the width of the terminal is not known."""
 
 _NUMBERS = (
-    ("reward/mean", "reward {:z.3f}"),
-    ("sft/loss", "loss {:.4f}"),
-    ("held out", "held out {:.3f}"),
-    ("completion/length_mean", "length {:.1f}"),
-    ("time/step_s", "{:.2f} s/step"),
-    ("left", "left {}"),
-    ("policy/kl", "kl {:z.4f}"),
-    ("policy/entropy", "entropy {:.2f}"),
+    ("reward/mean", "reward {:z.3f}"), ("sft/loss", "loss {:.4f}"), ("held out", "held out {:.3f}"),
+    ("completion/length_mean", "length {:.1f}"), ("time/step_s", "{:.2f} s/step"), ("left", "left {}"),
+    ("policy/kl", "kl {:z.4f}"), ("policy/entropy", "entropy {:.2f}"),
     ("throughput/generated_tokens_per_s", "{:,.0f} tok/s sampling"),
-    ("throughput/trained_tokens_per_s", "{:,.0f} tok/s training"),
-    ("policy/grad_norm", "grad {:.2f}"),
-)
+    ("throughput/trained_tokens_per_s", "{:,.0f} tok/s training"), ("policy/grad_norm", "grad {:.2f}"),
+)  # fmt: skip
 """What a line shows, the most important first. `held out`: the accuracy on the first held-out set, if measured."""
 _ACCURACY = re.compile("eval/[^/]+/accuracy")
 """The accuracy on a held-out set. Parts of the training data, such as a source, have an `accuracy` too."""

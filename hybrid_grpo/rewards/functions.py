@@ -297,14 +297,9 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
         takes_any = False
     settings = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - set(CONTEXT) if is_builtin else set()
     interface = Interface(
-        sorted(needed - kwargs.keys() - set(CONTEXT)),
-        None if takes_any else sorted(accepted),
-        is_async,
-        batch_size,
-        instead,
-        sorted(settings),
-        {"reads": builtin.reads if builtin else ""},
-    )
+        sorted(needed - kwargs.keys() - set(CONTEXT)), None if takes_any else sorted(accepted), is_async, batch_size,
+        instead, sorted(settings), {"reads": builtin.reads if builtin else ""},
+    )  # fmt: skip
     loaded = RewardFunction(name, function, interface, getattr(getattr(source, "__code__", None), "co_filename", None))
     if is_builtin:
         _check_builtin(loaded, entry)

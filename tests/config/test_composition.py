@@ -75,5 +75,6 @@ def test_rounded_weights_have_other_defaults_in_the_loss_and_in_an_alarm() -> No
         return config.grpo.sampler_correction, config.alarms.parity and config.alarms.parity.above
 
     assert of() == of(grpo={"beta": 0.1}, alarms={"kl": None}) == ("truncate", 0.15)
+    assert of(alarms={"parity": {"action": "stop"}}) == ("truncate", 0.15)
     assert of(grpo={"preset": "icepop"}, alarms={"parity": None}) == ("band", None)
     assert of(grpo={"sampler_correction": "none"}) == of(grpo={"old_logp": "sampler"}) == ("none", 0.15)

@@ -23,7 +23,7 @@ from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed.ranks import all_reduce, barrier, rank, world_size
-from hybrid_grpo.distributed.shards import ParkedStates
+from hybrid_grpo.distributed.shards import GradientBuffers, ParkedStates
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.sidecars import TokenRow
@@ -130,7 +130,7 @@ def parked(folder: Path) -> list[tuple[Any, Any, int, int]]:
         trainer = build(folder, stage=stage, dtype=dtype, beta=beta, num_minibatches=2, offload="between_steps")
         engine = trainer.policy.engine
         engine._parked = away = Unreadable(engine.engine.optimizer, stage, engine.device)
-        engine._frees_gradients, gather, sizes = stage == 3, engine._view.gather, [1]
+        gather, sizes = engine._view.gather, [1]
 
         def gathered(of: Any = engine.engine.optimizer, sizes: Any = sizes, gather: Any = gather, **how: Any) -> None:
             buffers = [of.grad_partitions_flat_buffer, *(bucket.buffer for bucket in of.ipg_buckets.values())]
@@ -138,6 +138,7 @@ def parked(folder: Path) -> list[tuple[Any, Any, int, int]]:
             gather(**how)
 
         if stage == 3:
+            engine._gradients = GradientBuffers(engine.engine.optimizer, engine.device)
             engine._view.gather = gathered
         seen.append((plain, two_steps(trainer), len(away.away), sizes[0]))
     return seen

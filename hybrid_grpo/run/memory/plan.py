@@ -283,11 +283,11 @@ class Plan:
 
     def gathered(self, *, exact: bool = False) -> Part:
         """Return the weights that `View` gathers: all, those with adapters, or on a GPU queries, keys and values; in
-        eight bits linear layers, and one of them in full."""
+        eight bits some, and one of these in full."""
         lora, linear = self.config.lora, self.sizes.linear
         if self.weights == "int8" and not exact:
-            whole = self.n - linear + self.sizes.largest_linear if self.sharded else 0
-            return Part("gathered weights", linear + self.dtype * whole)
+            whole = self.n - self.sizes.eight_bits + self.sizes.largest_linear if self.sharded else 0
+            return Part("gathered weights", self.sizes.eight_bits + self.dtype * whole)
         beside = self.sizes.attending if self.gpu and self.weights == "merged" else 0
         elements = self.n if self.sharded else linear if lora.rank and self.weights != "unmerged" else beside
         can = lora.rank and self.weights == "merged" and self.config.engine.zero_stage != 3

@@ -93,14 +93,15 @@ def test_weights_in_four_bits_wait_in_host_memory_where_decoding_needs_the_room(
 
 
 def test_eight_bits_and_gradients_that_are_freed_leave_more_for_the_cache():
-    whole = 2 * (N - SIZES.linear + SIZES.largest_linear)
+    whole = 2 * (N - SIZES.eight_bits + SIZES.largest_linear)
     for keep in ("off", "on"):
         seen = parts(recipe(3, rollout=RolloutConfig(weights="int8", keep_cache=keep)), 8)
-        assert seen["generation"]["gathered weights"] == SIZES.linear + whole
+        assert seen["generation"]["gathered weights"] == SIZES.eight_bits + whole
         assert seen["generation"]["unpacked weights"] == 6 * SIZES.largest_linear
         assert seen["export"]["gathered weights"] >= 2 * N
         assert ("gradients" in seen["generation"], "gradients" in seen["export"]) == (keep == "on",) * 2
-    assert parts(recipe(2, rollout=RolloutConfig(weights="int8")), 8)["generation"]["gathered weights"] == SIZES.linear
+    whole = parts(recipe(2, rollout=RolloutConfig(weights="int8")), 8)["generation"]
+    assert whole["gathered weights"] == SIZES.eight_bits
 
 
 def test_a_copy_with_merged_adapters_that_does_not_fit_is_given_up():
