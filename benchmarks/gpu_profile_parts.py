@@ -4,7 +4,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hybrid_grpo.commands.plan import known_config
-from hybrid_grpo.commands.tune import Layer, tuned
+from hybrid_grpo.commands.tune import Layer, milliseconds, tuned
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.generation import Sampling
@@ -139,10 +138,8 @@ def products(bench: Bench, found: Found) -> None:
 @torch.inference_mode()
 def tune(bench: Bench, found: Found) -> None:
     if bench.device.type == "cuda":
-        from triton.testing import do_bench
-
         units = torch.cuda.get_device_properties(bench.device).multi_processor_count
-        layer, measure = Layer(bench.device), partial(do_bench, warmup=5, rep=20, return_mode="median")
+        layer, measure = Layer(bench.device), milliseconds
     else:  # tests/commands/test_tune.py runs the kernels
         layer, units, measure = Layer(bench.device, 256, 64, 4096), 4, lambda _: 0.0
     found |= tuned(layer, units, measure)._asdict()

@@ -31,7 +31,7 @@ COMMANDS = {
     "sft": "supervised fine-tuning on prompt and completion pairs",
     "eval": "accuracy on held-out sets, with intervals; two models compared",
     "plan": "memory and time of a training run, without loading weights",
-    "tune": "how a GPU's kernels share their work best, measured in 20 seconds",
+    "tune": "how a GPU's kernels share their work best, measured on it",
     "port": "our recipe from one of TRL, verl, OpenRLHF, ms-swift, Unsloth or LLaMA-Factory",
     "report": "write the report.html of a run again",
     "watch": "a page in the browser that shows runs, also while they train",

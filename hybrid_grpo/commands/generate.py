@@ -151,13 +151,8 @@ def _device() -> torch.device:
 
 def _values(prompt: Prompt, sample: int, completion: Completion) -> dict[str, Any]:
     return {
-        "id": prompt.id,
-        "sample": sample,
-        "prompt": prompt.text,
-        "completion": completion.text,
-        **({"messages": completion.messages} if completion.messages else {}),
-        "finish": completion.finish,
-        "tokens": len(completion.token_ids),
-        "logp": sum(completion.logp),
+        "id": prompt.id, "sample": sample, "prompt": prompt.text, "completion": completion.text,
+        **({"messages": completion.messages} if completion.messages else {}), "finish": completion.finish,
+        "tokens": len(completion.token_ids), "logp": sum(completion.logp),
         **({"columns": prompt.columns} if prompt.columns else {}),
-    }
+    }  # fmt: skip

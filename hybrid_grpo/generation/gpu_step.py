@@ -4,7 +4,7 @@ To decode one token of each sequence, a layer of transformers launches about 40 
 only a microsecond. Here a layer launches six: the products compute the norm before them, and the gate or the sum after
 them; the rotation kernel also writes to the cache. Of more rows than `Tiling.most_rows` torch computes the products,
 and a layer launches nine. Weights that multiply the same vectors, if they are neighbors in memory, do so as one (see
-`View`). Layers with weights in four bits, or with an adapter of their own, are read as they are.
+`View`). Layers with weights in four or eight bits, or with an adapter of their own, are read as they are.
 """
 
 from collections.abc import Sequence

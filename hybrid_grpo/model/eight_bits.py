@@ -21,7 +21,7 @@ _LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class Int8Linear(nn.Linear):
     """A linear layer with an int8 `weight` [out, in] and the `scale` [out], float32, of each of its rows."""
 
-    scale = torch.empty(0)
+    scale: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)

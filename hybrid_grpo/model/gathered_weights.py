@@ -209,7 +209,7 @@ class View:
         for module, name in homes:
             module._parameters[name] = bound
             if isinstance(module, Int8Linear) and name == "weight":
-                module.scale = tensor if scale is None else scale
+                module.scale = scale
 
     def _copies(self, every: list[Any]) -> bool:
         """Whether whole weights are copies of the engine's memory."""

@@ -187,14 +187,9 @@ def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
 
 
 @pytest.mark.parametrize("option, value", [
-    ("--log.tags=one", ["one"]),
-    ("--log.tags=one, two", ["one", "two"]),
-    ("--log.tags=[]", []),
-    ("--log.tags none", []),
-    ("--log.tags one two", ["one", "two"]),
-    ("--rollout.stop_ids 5 7", [5, 7]),
-    ("--log.tokens --log.tags a", True),
-    ("--lora.target_modules=all-linear", "all-linear"),
+    ("--log.tags=one", ["one"]), ("--log.tags=one, two", ["one", "two"]), ("--log.tags=[]", []),
+    ("--log.tags none", []), ("--log.tags one two", ["one", "two"]), ("--rollout.stop_ids 5 7", [5, 7]),
+    ("--log.tokens --log.tags a", True), ("--lora.target_modules=all-linear", "all-linear"),
 ])  # fmt: skip
 def test_lists_need_no_brackets_and_switches_no_value(option, value):
     words = option.split() if "=" not in option else [option]

@@ -33,16 +33,11 @@ def build(
     """A run on the letters and their tiny model, with weight decay; `sections` are those of its features."""
     moving = {} if lora else {"ref_every": 1, "ref_mix": 0.5}
     return made(
-        folder,
-        run={"seed": 1},
-        policy={"dtype": dtype, "weight_decay": 0.1},
-        lora=lora or {},
-        engine={"zero_stage": stage, "offload_optimizer": offload, "deepspeed": deepspeed or {}},
-        data={"limit": 40},
+        folder, run={"seed": 1}, policy={"dtype": dtype, "weight_decay": 0.1}, lora=lora or {},
+        engine={"zero_stage": stage, "offload_optimizer": offload, "deepspeed": deepspeed or {}}, data={"limit": 40},
         rollout={"prompts_per_step": 6, "num_generations": 4, "max_completion_tokens": 8},
-        grpo={"beta": 0.1, "kl_target": 0.01, **moving},
-        **sections,
-    )
+        grpo={"beta": 0.1, "kl_target": 0.01, **moving}, **sections,
+    )  # fmt: skip
 
 
 def save(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:

@@ -179,14 +179,8 @@ def test_sixty_four_of_a_hundred_coroutines_wait_together() -> None:
 
 
 @pytest.mark.parametrize("what, outcome", [
-    ("raises", "failed"),
-    ("exits", "failed"),
-    ("returns an odd number", "failed"),
-    ("writes everywhere", "failed"),
-    ("exits at once", "failed"),
-    ("crashes", "failed"),
-    ("allocates", "failed"),
-    ("kills its parent", "failed"),
+    ("raises", "failed"), ("exits", "failed"), ("returns an odd number", "failed"), ("writes everywhere", "failed"),
+    ("exits at once", "failed"), ("crashes", "failed"), ("allocates", "failed"), ("kills its parent", "failed"),
     ("hangs", "timed_out"),
 ])  # fmt: skip
 def test_a_coroutine_that_ends_or_blocks_its_process_costs_itself_only(monkeypatch, what: str, outcome: str) -> None:

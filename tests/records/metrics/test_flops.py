@@ -92,14 +92,9 @@ def test_groups_that_were_left_out_count_and_steps_that_were_not_made_do_not(mon
 
 
 @pytest.mark.parametrize("name, tera", [
-    ("NVIDIA H100 80GB HBM3", 989),
-    ("NVIDIA H200", 989),
-    ("NVIDIA A100-SXM4-40GB", 312),
-    ("NVIDIA A100 80GB PCIe", 312),
-    ("NVIDIA GeForce RTX 4090", 165),
-    ("NVIDIA L40S", 362),
-    *(("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 5090", 210), ("NVIDIA A10G", 70)),
-    ("NVIDIA B200", 2250),
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312),
+    ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L40S", 362),
+    *(("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 5090", 210), ("NVIDIA A10G", 70)), ("NVIDIA B200", 2250),
     *((name, None) for name in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb")),
     *((name, None) for name in ("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4")),
 ])  # fmt: skip

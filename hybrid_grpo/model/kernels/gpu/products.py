@@ -2,8 +2,7 @@
 
 One program multiplies a tile of rows with some rows of the weight. Where these are few, several programs share the
 inputs, and the last of them to end adds up their parts in order, so that results do not vary. A norm before the product
-scales its results instead of its inputs. Weights may be packed in four bits or have eight, and have
-an adapter: all are read here.
+scales its results instead of its inputs. Weights may have four bits or eight, and an adapter: all are read here.
 """
 
 from typing import NamedTuple
