@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.distributed.ranks import from_first_rank, rank
+from hybrid_grpo.model.eight_bits import pack_tables
 from hybrid_grpo.model.gathered_weights import whole_shape
 from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.model.loading import add_adapter, dequantizing, in_four_bits, load_config
@@ -81,7 +82,7 @@ def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
         **(in_four_bits(dtype) | {"device_map": "cpu"} if packed else dequantizing(model_config)),
     )
     if packed:
-        model = model.dequantize()
+        pack_tables(model := model.dequantize())
     add_adapter(model, config.model)
     logits_TV = model.eval()(torch.tensor([ids]), use_cache=False).logits[0, :-1, : policy.vocabulary].float()
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)

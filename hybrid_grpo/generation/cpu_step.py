@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
-from hybrid_grpo.model.eight_bits import Int8Linear
+from hybrid_grpo.model.eight_bits import Int8Weight
 from hybrid_grpo.model.kernels.build import run
 from hybrid_grpo.model.kernels.decoding import Alike, epsilon_of, fits, norm_offset
 from hybrid_grpo.model.kernels.states import WIDEST
@@ -39,9 +39,10 @@ _Layer = _struct(
     matrices="q k v o gate up down",
 )  # fmt: skip
 _Model = _struct(
-    "embedding norm head head_bias layers packed",
+    "norm head_bias layers packed",
     "count vocabulary hidden heads kv d inner page rotated gated delta_heads delta_key_heads dk dv kernel half ranks",
     "epsilon offset",
+    matrices="embedding head",
 )
 
 
@@ -67,11 +68,10 @@ class CpuStep:
         deltas = (_delta_sizes(layer.linear_attn) for layer in base.layers if has_delta(layer))
         delta_heads, key_heads, dk, dv, kernel = next(deltas, (0,) * 5)
         self._rope = self._rope_of(1)
-        weights = base.embed_tokens.weight, base.norm.weight, head.weight, head.bias
-        half = head.weight.dtype == torch.bfloat16
+        tables, half = (self._matrix(base.embed_tokens), self._matrix(head)), base.norm.weight.dtype == torch.bfloat16
         ranks = 3 * max((adapter.rank for of_layer in self._adapters for adapter in of_layer), default=0)
         self._model = _Model(
-            *self._at(*weights), ctypes.addressof(self._layers), None, len(base.layers),
+            *tables, *self._at(base.norm.weight, head.bias), ctypes.addressof(self._layers), None, len(base.layers),
             vocabulary=self._vocabulary, hidden=hidden, heads=heads, kv=kv, d=d, inner=inner, page=cache.page,
             rotated=self._rope.shape[1] // 2, gated=gated, delta_heads=delta_heads, delta_key_heads=key_heads, dk=dk,
             dv=dv, kernel=kernel, half=half, ranks=ranks, epsilon=epsilon_of(base.norm),
@@ -117,8 +117,8 @@ class CpuStep:
 
     def _matrix(self, linear: Any) -> _Matrix:
         weight = getattr(linear, "base_layer", linear).weight
-        if isinstance(linear, Int8Linear):
-            return _Matrix(*self._at(weight, linear.scale))
+        if isinstance(weight, Int8Weight):
+            return _Matrix(*self._at(weight, weight.quant_state.scale))
         if (form := getattr(weight, "quant_state", None)) is None:
             return _Matrix(*self._at(weight))
         from bitsandbytes.functional import dequantize_blockwise

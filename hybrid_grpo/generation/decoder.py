@@ -16,7 +16,6 @@ from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for, si
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_lists
 from hybrid_grpo.generation.sequence import Sequence, new_text
-from hybrid_grpo.model.eight_bits import Int8Linear
 from hybrid_grpo.model.kernels.decoding import Alike
 from hybrid_grpo.model.upload import upload
 
@@ -48,8 +47,9 @@ class Decoder:
         self.cache, self._model, self._device, self._capture = cache, model, cache.device, capture
         self._has_offsets = has_offsets
         self._fused: Any = fused_step(model, cache)
-        if self._fused is None and any(isinstance(module, Int8Linear) for module in model.modules()):
-            warnings.warn(f"rollout.weights int8 is slow: {type(model).__name__} has no step by kernels", stacklevel=2)
+        if self._fused is None and any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
+            slow = f"{type(model).__name__} has no step by kernels, so that packed weights are unpacked at every token"
+            warnings.warn(f"rollout.weights is slow: {slow}: set it to merged", stacklevel=2)
         self._state_6n = torch.zeros(6, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0

@@ -82,7 +82,7 @@ def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
 
 def _looks_right(model: Any, cache: PagedCache, on_gpu: bool) -> bool:
     base, head = text_of(model), model.get_output_embeddings()
-    if {name for name, _ in base.named_children()} != _MODEL or type(head) is not nn.Linear:
+    if {name for name, _ in base.named_children()} != _MODEL or type(head) not in (nn.Linear, Int8Linear):
         return False
     layers = list(base.layers)
     if not cache.keys or not all(_layer_looks_right(layer, base.norm, on_gpu) for layer in layers):

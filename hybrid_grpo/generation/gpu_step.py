@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.paged_attention import DecodeStep
-from hybrid_grpo.model.eight_bits import Int8Linear
+from hybrid_grpo.model.eight_bits import Int8Linear, Int8Weight, unpack
 from hybrid_grpo.model.gathered_weights import joined
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.lora import Adapter, reads_packed
@@ -47,12 +47,15 @@ class GpuStep:
         """Return logits_nV after each row's token, in `out` if given; see `decode_step`."""
         base, head, cache = self._base, self._model.get_output_embeddings(), self._cache
         step, rotary_n, position_n, table_nw = DecodeStep(cache, rows), rows.encoded_n, rows.position_n, rows.table_nw
-        weight, n = base.embed_tokens.weight, len(rows.token_n)
+        weight, like, n = base.embed_tokens.weight, base.norm.weight, len(rows.token_n)
         if n > self._rows:
-            self._take_memory(n, weight)
+            self._take_memory(n, like)
         x_nD, _, qkv, attended, gate_up, inner, _ = (part[:n] for part in self._memory)
-        torch.index_select(weight, 0, rows.token_n, out=x_nD)
-        rope = self._rope(table_nw.shape[1] * cache.page, weight)
+        if isinstance(weight, Int8Weight):
+            unpack(weight[rows.token_n], weight.quant_state.scale[rows.token_n], x_nD)
+        else:
+            torch.index_select(weight, 0, rows.token_n, out=x_nD)
+        rope = self._rope(table_nw.shape[1] * cache.page, like)
         epsilon = base.norm.variance_epsilon
         for index, layer in enumerate(base.layers):
             attention, mlp = layer.self_attn, layer.mlp
@@ -66,7 +69,7 @@ class GpuStep:
             self._products(found.view(n, -1), (attention.o_proj,), x_nD, add=True)
             self._gated(x_nD, layer.post_attention_layernorm, mlp, gate_up, inner)
             self._products(inner, (mlp.down_proj,), x_nD, add=True)
-        logits_nV = weight.new_empty(n, len(head.weight)) if out is None else out
+        logits_nV = like.new_empty(n, len(head.weight)) if out is None else out
         self._products(x_nD, (head,), logits_nV, base.norm)
         return logits_nV
 
@@ -131,7 +134,7 @@ def _matrix(module: Any) -> Any:
         found = Adapter.of(module)
         adapter = found.down, found.up, found.scale
     packed, state = None, getattr(linear.weight, "quant_state", None)
-    if state is not None:
+    if state is not None and not isinstance(linear, Int8Linear):
         packed = gpu.products.Packed(state.code, state.absmax, state.state2.code, state.state2.absmax, state.offset)
     return gpu.products.Matrix(linear.weight, linear.bias, packed, adapter, getattr(linear, "scale", None))
 

@@ -58,10 +58,10 @@ def geometry_of(model: Any) -> Geometry:
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
     with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
         cached_forward(model.base_model, ids, ids, seen)
-    unpacked = unpacked_bytes(model, seen.dtype)
+    of_layers, unpacked = (unpacked_bytes(module, seen.dtype) for module in (model.base_model, model))
     return Geometry(
         shapes=tuple(seen.shapes), dtype=seen.dtype, attention=tuple(seen.attention),
-        reading=-(-max(0, tracker.peak - unpacked) // _PROBE_TOKENS), unpacked=unpacked, shared=tuple(seen.layers),
+        reading=-(-max(0, tracker.peak - of_layers) // _PROBE_TOKENS), unpacked=unpacked, shared=tuple(seen.layers),
         latents=seen.latents, states=tuple(seen.states), experts=seen.routes.shape,
     )  # fmt: skip
 

@@ -1,10 +1,14 @@
-"""Linear layers in eight bits, which rollouts may read: whole numbers, and a scale for the weights of each output.
+"""Weights in eight bits: whole numbers, and a scale for those of each row.
 
 Vector-wise quantization of weights alone (LLM.int8(), arXiv:2208.07339, section 2.1): inputs, and every sum, are as
-with the weights themselves. A decode step of few rows waits for its weights, which take half the time then.
+with the weights themselves. Rollouts may read linear layers so: a decode step of few rows waits for its weights, which
+take half the time then. A base in four bits has its embedding and its head so.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +19,114 @@ from hybrid_grpo.model.towers import loader
 _LARGEST, _ROWS = 127, 512
 _UNIT = 64
 """Kernels read this number of inputs at a time, or a part of it."""
+_AT_ONCE = 8192
+"""Rows that a layer unpacks at a time."""
 _LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-class Int8Linear(nn.Linear):
-    """A linear layer with an int8 `weight` [out, in] and the `scale` [out], float32, of each of its rows."""
+class RowScales(NamedTuple):
+    """What makes numbers of an `Int8Weight`: the `scale` of each row, float32; with the shape and dtype they have."""
 
-    scale: Any = None
+    shape: torch.Size
+    dtype: torch.dtype
+    scale: Tensor
+
+
+class Int8Weight(nn.Parameter):
+    """A frozen int8 weight [rows, in]. Like a weight of bitsandbytes, it says how to read it in `quant_state`."""
+
+    def __new__(cls, codes: Tensor, _: RowScales) -> "Int8Weight":
+        return super().__new__(cls, codes, requires_grad=False)
+
+    def __init__(self, _: Tensor, form: RowScales) -> None:
+        self.quant_state = form
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer whose weight is an `Int8Weight`."""
+
+    @property
+    def scale(self) -> Any:
+        """The scale of each output, float32 [out]."""
+        weight: Any = self.weight
+        return weight.quant_state.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
+        every = [slice(first, first + _AT_ONCE) for first in range(0, self.out_features, _AT_ONCE)]
+        parts = ((rows_of(self.weight, rows), None if self.bias is None else self.bias[rows]) for rows in every)
+        return torch.cat([nn.functional.linear(x, *part) for part in parts], dim=-1)
 
 
 def quantize(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Write a weight [out, in] in eight bits, rounded to the nearest, to int8 `codes` and float32 `scale` [out]."""
-    # A CPU has memory at hand for small parts.
-    rows = _ROWS if weight.device.type == "cpu" else len(weight)
-    for part, into, of in zip(*(tensor.split(rows) for tensor in (weight, codes, scale)), strict=True):
+    for part, into, of in _blocks(weight, codes, scale):
         of.copy_(part.abs().amax(dim=1)).div_(_LARGEST)
         into.copy_((part / of.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_())
+
+
+def unpack(codes: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Write the numbers that int8 `codes` [rows, in] stand for, rounded once, to `out`, and return it."""
+    for part, of, into in _blocks(codes, scale, out):
+        torch.mul(part, of[:, None], out=into)
+    return out
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors into rows whose temporaries a CPU has at hand."""
+    rows = _ROWS if tensors[0].device.type == "cpu" else len(tensors[0])
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def rows_of(weight: Tensor, rows: slice | Tensor) -> Tensor:
+    """Return rows of a weight, which may be in eight bits."""
+    if not isinstance(weight, Int8Weight):
+        return weight[rows]
+    codes, form = weight.data[rows], weight.quant_state
+    return unpack(codes, form.scale[rows], torch.empty(codes.shape, dtype=form.dtype, device=codes.device))
+
+
+def unpacked(weight: Any) -> Tensor:
+    """Return a weight in full, which may be in eight bits, or in four."""
+    if isinstance(weight, Int8Weight):
+        return rows_of(weight, slice(None))
+    if not hasattr(weight, "quant_state"):
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, weight.quant_state)
+
+
+def tables_of(model: Any) -> list[Any]:
+    """Return the different weights of a model's embedding and head, if they may be in eight bits."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    fits = isinstance(embedding, nn.Embedding) and type(head) is nn.Linear and head.in_features % _UNIT == 0
+    return list(dict.fromkeys((embedding.weight, head.weight))) if fits else []
+
+
+@torch.no_grad()
+def pack_tables(model: Any) -> None:
+    """Round the embedding and the head of a model to eight bits, in place."""
+    packed = {}
+    for weight in tables_of(model):
+        codes, scale = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight), dtype=torch.float32)
+        quantize(weight, codes, scale)
+        packed[weight] = Int8Weight(codes, RowScales(weight.shape, weight.dtype, scale))
+    if not packed:
+        return
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    made = Int8Linear(head.in_features, head.out_features, bias=False, device="meta")
+    made.weight, made.bias = packed[head.weight], head.bias
+    model.set_output_embeddings(made)
+    embedding.weight = packed[embedding.weight]
+    embedding.forward = partial(_looked_up, embedding)
+
+
+def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+    """Look up ids as the class of an embedding in eight bits does, in no more rows than there are ids."""
+    rows, as_in_full = rows_of(embedding.weight, ids.flatten()), copy(embedding)
+    vars(as_in_full).update(_parameters={"weight": rows}, padding_idx=None)
+    found: Tensor = type(embedding).forward(as_in_full, torch.arange(len(rows), device=ids.device).view(ids.shape))
+    return found
 
 
 def eight_bit_layers(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
@@ -48,12 +141,10 @@ def eight_bit_layers(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def unpacked_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the most bytes that a forward takes for a weight which it multiplies in full: of eight bits by way of
-    float32, or of four bits."""
-    linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
-    forms = [getattr(m.weight, "quant_state", None) for m in linears]
-    of_four = [form.shape.numel() * dtype.itemsize for form in forms if form is not None]
-    return max([*of_four, *(m.weight.numel() * (4 + dtype.itemsize % 4) for m in linears if type(m) is Int8Linear), 0])
+    """Return the most bytes that a forward takes for a weight which it unpacks."""
+    linears = [m for m in module.modules() if isinstance(m, nn.Linear) and hasattr(m.weight, "quant_state")]
+    rows = [min(m.out_features, _AT_ONCE) if isinstance(m, Int8Linear) else m.out_features for m in linears]
+    return dtype.itemsize * max([0, *(n * linear.in_features for n, linear in zip(rows, linears, strict=True))])
 
 
 def check_weights(weights: str, config: Any) -> None:

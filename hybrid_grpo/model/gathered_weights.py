@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.distributed.ranks import world_size
-from hybrid_grpo.model.eight_bits import Int8Linear, eight_bit_layers, quantize
+from hybrid_grpo.model.eight_bits import Int8Linear, Int8Weight, RowScales, eight_bit_layers, quantize, unpacked
 from hybrid_grpo.model.lora import Adapter
 
 Weights = Literal["merged", "unmerged", "int8"]
@@ -47,7 +47,7 @@ def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
 
 
 def whole_shape(parameter: Any) -> torch.Size:
-    """Return the shape of a weight, which may be sharded or in four bits."""
+    """Return the shape of a weight, which may be sharded or packed."""
     form = getattr(parameter, "quant_state", parameter)
     return torch.Size(getattr(form, "ds_shape", form.shape))
 
@@ -61,7 +61,7 @@ class View:
         device: where the whole weights are.
         adapters: the adapters in `source`, by the path of their layer in `module`.
         keep: keep the memory of gathered and merged weights for the next `gather`.
-        weights: `merged` merges adapters and unpacks weights in four bits; `unmerged` calls the layers of `source`,
+        weights: `merged` merges adapters and unpacks packed weights; `unmerged` calls the layers of `source`,
             which is not `sharded`; `int8` has linear layers in eight bits, adapters merged before.
         neighbors: lay out the weights of `TOGETHER` as neighbors in memory where they are gathered or merged, and
             those of attention everywhere. Default: on GPUs.
@@ -88,7 +88,10 @@ class View:
         shared = {id(of): of for p in parameters for of in (p, getattr(p, "quant_state", None))}
         for path in () if merge else [path for path, _ in module.named_modules()]:
             if path in (adapters or {}) or hasattr(by_name.get(f"{path}.weight"), "quant_state"):
-                module.set_submodule(path, deepcopy(source.get_submodule(path), shared))
+                made = deepcopy(source.get_submodule(path), shared)
+                if isinstance(made, Int8Linear):
+                    vars(made).pop("forward", None)  # what training does at the head
+                module.set_submodule(path, made)
         self._eight_bits: dict[Any, torch.Size] = {}
         """Shapes of the weights that are gathered in eight bits."""
         for parent, name, linear in eight_bit_layers(module) if weights == "int8" else ():
@@ -108,7 +111,7 @@ class View:
                 child._buffers[name] = buffers.get(prefix + name)
         self._changed = {adapter.linear.weight for adapter in self._adapters.values()}
         self._changed |= {p for p in self._homes if hasattr(p, "quant_state")}
-        """Weights that are not the engine's own while gathered: adapted ones, and those in four bits."""
+        """Weights that are not the engine's own while gathered: adapted ones, and packed ones."""
         wanted = device.type == "cuda" if neighbors is None else neighbors
         self._together = [group for child in module.modules() for group in self._groups(child)] if wanted else []
 
@@ -137,9 +140,7 @@ class View:
             if weight not in places:
                 places[weight] = form if copies else memory(weight, form.numel(), form.dtype).view(form.shape)
             if form.is_meta:
-                from bitsandbytes.functional import dequantize_4bit
-
-                whole[weight] = places[weight].copy_(dequantize_4bit(weight.data, weight.quant_state))
+                whole[weight] = places[weight].copy_(unpacked(weight))
                 if not self.keeps:
                     self._away[weight] = self._away[weight] if weight in self._away else weight.data.cpu()
                     weight.data = weight.data.new_empty(0)
@@ -163,7 +164,7 @@ class View:
             quantize(form, whole[weight], scale_of[weight])
             codes, scales = codes[shape.numel() :], scales[shape[0] :]
         for parameter, homes in self._homes.items():
-            self._bind(homes, whole[parameter], scale_of.get(parameter))
+            self._bind(homes, whole[parameter], parameter.dtype, scale_of.get(parameter))
 
     def _beside(self, whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Copy weights that are to be neighbors side by side, unless they are; return where changed ones will be."""
@@ -199,17 +200,19 @@ class View:
 
     def release(self) -> None:
         for parameter, homes in self._homes.items():
-            self._bind(homes, torch.empty(0, dtype=parameter.dtype))
+            self._bind(homes, torch.empty(0, dtype=parameter.dtype), parameter.dtype)
         for weight, packed in self._away.items():
             weight.data = packed.to(self._device)
 
     @staticmethod
-    def _bind(homes: list[tuple[nn.Module, str]], tensor: Tensor, scale: Tensor | None = None) -> None:
-        bound = nn.Parameter(tensor, requires_grad=False)
+    def _bind(
+        homes: list[tuple[nn.Module, str]], tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None
+    ) -> None:
+        bound: Any = nn.Parameter(tensor, requires_grad=False)
+        if scale is not None:
+            bound = Int8Weight(tensor, RowScales(tensor.shape, dtype, scale))
         for module, name in homes:
             module._parameters[name] = bound
-            if isinstance(module, Int8Linear) and name == "weight":
-                module.scale = scale
 
     def _copies(self, every: list[Any]) -> bool:
         """Whether whole weights are copies of the engine's memory."""
@@ -223,7 +226,7 @@ class View:
 
     def _whole(self, every: list[Any], memory: Callable[[Any, int, torch.dtype], Tensor]) -> dict[Any, Tensor]:
         """Return the whole weights. If they are copies, all weights of one dtype are in one buffer from `memory`. A
-        tensor on the meta device stands for a weight in four bits."""
+        tensor on the meta device stands for a packed weight."""
         if not self._sharded or self._is_gathered(every):
             form = {p: p.quant_state for p in every if hasattr(p, "quant_state")}
             meta = {p: torch.empty(state.shape, dtype=state.dtype, device="meta") for p, state in form.items()}

@@ -28,6 +28,7 @@ from hybrid_grpo.distributed.ranks import all_gather_objects, rank
 from hybrid_grpo.model import hub
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.eight_bits import pack_tables
 from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.model.lora import changes
 from hybrid_grpo.model.routing import recomputed
@@ -133,7 +134,8 @@ def _check_packed(model: Any) -> None:
 
 
 def in_four_bits(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that pack the weights of linear layers into four bits."""
+    """Return the options of `from_pretrained` that pack the weights of linear layers into four bits. What `load_model`
+    loads has the embedding and the head in eight, by `pack_tables`."""
     packed = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
@@ -217,6 +219,7 @@ def load_model(
     options = {"dtype": dtype, "attn_implementation": attention, **(in_four_bits(dtype) if four_bits else {})}
     model = load_weights(loader(config), policy.model, plain, setting, **options)
     if four_bits:
+        pack_tables(model)
         _check_packed(model)
     if policy.gradient_checkpointing:
         kind = type(model).__name__

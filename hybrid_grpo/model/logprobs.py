@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Batch
+from hybrid_grpo.model.eight_bits import rows_of, unpacked
 from hybrid_grpo.model.layers import install_fused_layers, tile_mlps
 from hybrid_grpo.model.routing import Replay, routed, tokens
 from hybrid_grpo.model.sidecars import find
@@ -98,7 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, dlogp_N: Tensor | None, dentropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, target_N, normalizer_N, entropy_N = ctx.saved_tensors
         dlogp_N = torch.zeros_like(entropy_N) if dlogp_N is None else dlogp_N.contiguous()
-        weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
+        weight_VD, bias_V = ctx.weight, ctx.bias
         shape, temperature, (row_tiles, column_tiles), support = ctx.options
         needs_weight = ctx.weight.requires_grad
         # Sum over tiles in float32: in bfloat16, small contributions to a large total would be rounded away.
@@ -141,7 +142,7 @@ def _part(
 ) -> tuple[slice | Tensor, Tensor, Tensor | None]:
     """Return the index in the vocabulary of some of the head's columns, and their weights and biases."""
     chosen = columns if support is None else support.id_U[columns]
-    return chosen, weight_VD[chosen], None if bias_V is None else bias_V[chosen]
+    return chosen, rows_of(weight_VD, chosen), None if bias_V is None else bias_V[chosen]
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -176,7 +177,7 @@ def token_logprobs(
 
     Args:
         hidden_ND: the hidden state before each target.
-        weight_VD, bias_V: the output head.
+        weight_VD, bias_V: the output head; the weight may be in eight bits.
         support: the softmax of each target, and its entropy, are over these tokens only. Default: the vocabulary.
         temperature: the softmax is over logits / temperature.
         tile_bytes, tile_columns: bounds of one tile of logits. Default: `TILE_BYTES` and `TILE_COLUMNS`, or the GPU's.
@@ -259,7 +260,7 @@ class LogprobModel(nn.Module):
         ) -> tuple[Tensor, ...]:  # fmt: skip
             w, b, shape = head.weight, head.bias, self.shape
             found = token_logprobs(hidden_ND, w, b, target_N, support=support, shape=shape, temperature=temperature)
-            return found if more is None else (*found, *more(hidden_ND, w, b, shape, temperature))
+            return found if more is None else (*found, *more(hidden_ND, unpacked(w), b, shape, temperature))
 
         head.forward = scored
 

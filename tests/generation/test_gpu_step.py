@@ -66,8 +66,8 @@ def test_adapters_and_weights_in_four_bits_are_multiplied_as_they_are(four_bits,
     view.gather()
     with torch.inference_mode():
         assert isinstance(fused_step(view.module, cache_of(view.module)), GpuStep)
-    # At four positions, of 3 and 24 rows by kernels alone; of 66 torch multiplies the head and plain gates.
-    assert kernels.count("_product") == 4 * (2 * (2 * 7 + 1) + 2 * (7 if four_bits else 5))
+    # At four positions, of 3 and 24 rows by kernels alone; of 66 torch multiplies a plain head and plain gates.
+    assert kernels.count("_product") == 4 * (2 * (2 * 7 + 1) + (2 * 7 + 1 if four_bits else 2 * 5))
 
 
 @torch.inference_mode()

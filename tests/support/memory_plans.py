@@ -17,7 +17,7 @@ SIZES = Sizes(
     parameters=N, trained=N, largest=151_936 * 896, active=N, vocabulary=151_936, token_bytes=24 * 2 * 128 * 2,
     training=Footprint(kept=800, head=300, layers=200), reading=0, tokens=16_384,
     linear=24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864), eight_bits=3 * 10**8,
-    largest_linear=896 * 4864, padded=929_119_232,
+    largest_linear=896 * 4864, tables=151_936 * 896, padded=929_119_232,
 )  # fmt: skip
 GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)
 CPU = Hardware("cpu", False, 64 << 30, 64 << 30, 1 << 30, 1e11, 1e10)

@@ -7,6 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PretrainedConfig
 
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.eight_bits import unpacked
+from hybrid_grpo.model.loading import dequantized
 
 VOCABULARY = 61
 WINDOW = 6
@@ -112,6 +114,16 @@ def tiny_config(architecture: str, hidden: int = 32, layers: int = 2, **changes:
         sizes |= {"max_position_embeddings": 512, "attention_dropout": 0.0}
     sizes |= dict.fromkeys(("embedding_dropout", "residual_dropout"), 0.0) if architecture == "starcoder2" else {}
     return AutoConfig.for_model(architecture, **(sizes | _OWN.get(architecture, {}) | changes))
+
+
+def in_full(packed: Any) -> Any:
+    """A model with the numbers of one whose weights are in four bits and eight."""
+    full, of = type(packed)._from_config(dequantized(deepcopy(packed.config)), dtype=packed.dtype), {}
+    of.update(packed.named_parameters())
+    with torch.no_grad():
+        for name, parameter in full.named_parameters():
+            parameter.copy_(unpacked(of[name]))
+    return full
 
 
 def build(config: PretrainedConfig, attention: str = "eager", seed: int = 0) -> Any:

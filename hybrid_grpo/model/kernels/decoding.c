@@ -382,9 +382,8 @@ struct layer {
 };
 
 struct model {
-    const void *embedding;
-    const float *norm;
-    const void *head, *head_bias;
+    struct matrix embedding, head;
+    const float *norm, *head_bias;
     const struct layer *layers;
     word *packed; /* room for a packed input, or null */
     int64_t count, vocabulary, hidden, heads, kv, d, inner, page;
@@ -506,10 +505,12 @@ void decode(const struct model *given, float *logits, float *work, const int64_t
         begin_tiles(m->packed);
         #pragma omp for schedule(static)
         for (int64_t row = 0; row < n; row++) {
-            if (m->half)
-                widen(x + row * hidden, (const half *)m->embedding + token[row] * hidden, hidden);
+            if (m->embedding.scales)
+                unpack_wide(x + row * hidden, m->embedding, token[row], 1, hidden, m->half);
+            else if (m->half)
+                widen(x + row * hidden, (const half *)m->embedding.w + token[row] * hidden, hidden);
             else
-                memcpy(x + row * hidden, (const float *)m->embedding + token[row] * hidden, hidden * sizeof(float));
+                memcpy(x + row * hidden, (const float *)m->embedding.w + token[row] * hidden, hidden * sizeof(float));
             norm_row(t + row * hidden, x + row * hidden, m->layers[0].norm, m->offset, m->epsilon, hidden);
         }
         for (int64_t i = 0; i < m->count; i++) {
@@ -536,7 +537,7 @@ void decode(const struct model *given, float *logits, float *work, const int64_t
         }
         if (logits) {
             team_rms_norm(t, x, m->norm, m->offset, m->epsilon, n, hidden);
-            const struct product head = {logits, {m->head}, m->head_bias, m->vocabulary, 0};
+            const struct product head = {logits, m->head, m->head_bias, m->vocabulary, 0};
             const struct input in = team_input(m, t, n, hidden);
             team_products(&head, 1, &in);
         }

@@ -22,7 +22,7 @@ from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.shape_probe import MemoryTracker, geometry_of
 from hybrid_grpo.model.architectures import cached_numbers
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.eight_bits import eight_bit_layers
+from hybrid_grpo.model.eight_bits import eight_bit_layers, tables_of
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
@@ -89,6 +89,7 @@ class DryRun:
             head, modules = self.model.get_output_embeddings(), list(self.model.modules())
             self.linear = [m.weight.numel() for m in modules if type(m) is nn.Linear and m is not head]
             self.eight_bits = sum(linear.weight.numel() for *_, linear in eight_bit_layers(self.model))
+            self.tables = sum(weight.numel() for weight in tables_of(self.model))
             if lora.rank:
                 Adapters(self.model, lora, seed=0)
         lists = [m for m in text_of(self.model).modules() if isinstance(m, nn.ModuleList)]
@@ -232,6 +233,8 @@ class Sizes:
     eight_bits: int = 0
     """Number of those that rollouts may read in eight bits."""
     largest_linear: int = 0
+    tables: int = 0
+    """Number of parameters in the embedding and the head that may be in eight bits."""
     shared_heads: int = 0
     """Attention heads, if ranks can share rows; 0 where these are padded, or layers have states."""
     padded: int = 0
@@ -290,6 +293,7 @@ def measure(
         linear=sum(dry.linear),
         eight_bits=dry.eight_bits,
         largest_linear=max(dry.linear, default=0),
+        tables=dry.tables,
         shared_heads=getattr(model_config.get_text_config(), "num_attention_heads", 0)
         * (dry.packs and not state_bytes),
         attending=sum(p.numel() for name, p in dry.model.named_parameters() if _ATTENDING & {*name.split(".")}),

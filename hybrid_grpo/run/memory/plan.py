@@ -107,7 +107,8 @@ class Plan:
         config, self.gpu, self.ranks = self.config, self.hardware.on_gpu, self.batch.world_size
         self.stage, self.dtype = config.engine.stage(self.ranks), 2 if config.policy.dtype == "bfloat16" else 4
         self.n, self.t = self.sizes.parameters, self.sizes.trained
-        self.packed = self.sizes.linear if config.lora.load_in_4bit else 0
+        self.packed = self.sizes.linear + self.sizes.tables if config.lora.load_in_4bit else 0
+        """Number of parameters in four bits, or, of the embedding and the head, in eight."""
         self.weights = config.rollout.weights
         self.owned = -(-self.t // self.ranks) if self.stage else self.t  # elements that this rank's optimizer steps
         zero = config.engine.deepspeed.get("zero_optimization", {})
@@ -205,11 +206,13 @@ class Plan:
         rest = [*fixed, *freed, *([gradients] if stays else []), self.four_bits(on_host=False)]
         gathered = rest if kept else [*rest, self.gathered()]
         exported = [*rest, self.gathered(exact=True)] if self.weights == "int8" else gathered
-        unpacked = Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(self.packed))
+        # What is computed in addition reads the head in full.
+        more = self.config.grpo.baseline == "optimal" or any(f.head(1, self.sizes.vocabulary) for f in self.features)
+        at_once = max(self.sizes.largest_linear, self.sizes.largest * more)
+        unpacked = Part("unpacked weights", self.dtype * at_once * bool(self.packed))
         generating = [*gathered, *([] if kept else [self.graphs()]), *([] if self.gpu else [self.copy()])]
-        # Of eight bits by way of float32, where no kernel multiplies them.
-        each = {"unmerged": self.dtype * bool(self.packed), "int8": 4 + self.dtype}.get(self.weights, 0)
-        generating.append(Part("unpacked weights", each * self.sizes.largest_linear))
+        unpacks = self.weights == "int8" or (self.weights == "unmerged" and self.packed)  # where no kernel multiplies
+        generating.append(Part("unpacked weights", self.dtype * self.sizes.largest_linear * bool(unpacks)))
         generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
@@ -265,7 +268,8 @@ class Plan:
         """Return the packed weights; if asked, those that wait on this side while decoding has them in full."""
         waits = self.gpu and not self.keeps and self.weights != "unmerged"
         elsewhere = on_host is not None and on_host != waits
-        return Part("weights in 4 bits", 0 if elsewhere else int(_PACKED_BYTES * self.packed))
+        size = _PACKED_BYTES * self.sizes.linear + self.sizes.tables  # and a scale for each token
+        return Part("packed weights", 0 if elsewhere or not self.packed else int(size))
 
     def held(self, parts: list[Part]) -> list[Part]:
         """Return the parts and, on a GPU, one more for what torch's allocator holds in addition to them."""
@@ -289,7 +293,8 @@ class Plan:
             whole = self.n - self.sizes.eight_bits + self.sizes.largest_linear if self.sharded else 0
             return Part("gathered weights", self.sizes.eight_bits + self.dtype * whole)
         beside = self.sizes.attending if self.gpu and self.weights == "merged" else 0
-        elements = self.n if self.sharded else linear if lora.rank and self.weights != "unmerged" else beside
+        changed = max(linear, self.packed) if lora.rank and self.weights != "unmerged" else beside
+        elements = self.n if self.sharded else changed
         can = lora.rank and self.weights == "merged" and self.config.engine.zero_stage != 3
         return Part("gathered weights", self.dtype * elements, "rollout.weights unmerged" if can else "")
 

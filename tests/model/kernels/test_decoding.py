@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build, pair, tiny_config
+from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build, in_full, pair, tiny_config
 from torch import nn
 
 from hybrid_grpo.config import LoraConfig, PolicyConfig
@@ -189,9 +189,9 @@ def test_weights_in_four_bits_are_multiplied_as_the_same_numbers_in_full(dtype, 
     config = tiny_config("qwen2", 192)
     build(config).save_pretrained(tmp_path)
     settings = PolicyConfig(model=str(tmp_path), dtype=str(dtype).removeprefix("torch."))
-    full = load_model(settings, ATTENTION, four_bits=True).dequantize()
+    packed = load_model(settings, ATTENTION, four_bits=True)
     lora, logits = LoraConfig(rank=4, target_modules=["q_proj", "down_proj"]), []
-    for model in (load_model(settings, ATTENTION, four_bits=True), full):
+    for model in (packed, in_full(packed)):
         adapters = Adapters(model, lora, seed=1)
         for adapter in adapters.by_layer.values():
             adapter.up.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))

@@ -73,17 +73,17 @@ def test_the_gather_is_free_on_one_rank_and_below_stage_3():
 
 
 def test_weights_in_four_bits_wait_in_host_memory_where_decoding_needs_the_room():
-    packed = int(SIZES.linear * (4 + 8 / 64 + 32 / (64 * 256)) / 8)
+    packed = int(SIZES.linear * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + SIZES.tables)
     for keep in ("off", "auto"):
         config = recipe(2, lora=LoraConfig(rank=8, load_in_4bit=True), rollout=RolloutConfig(keep_cache=keep))
         seen, made = parts(config, 1), Plan(config, SIZES, batch_plan(config, 1), 512, GPU)
-        assert {phase["weights"] for phase in seen.values()} == {2 * (N - SIZES.linear)}
-        assert seen["backward"]["weights in 4 bits"] == seen["optimizer step"]["weights in 4 bits"] == packed
+        assert {phase["weights"] for phase in seen.values()} == {2 * (N - SIZES.linear - SIZES.tables)}
+        assert seen["backward"]["packed weights"] == seen["optimizer step"]["packed weights"] == packed
         assert seen["backward"]["unpacked weights"] == 2 * SIZES.largest_linear
         held = {part.name: part.bytes for part in made.host.parts}, seen["generation"]
-        assert [of.get("weights in 4 bits", 0) for of in held] == ([packed, 0] if keep == "off" else [0, packed])
+        assert [of.get("packed weights", 0) for of in held] == ([packed, 0] if keep == "off" else [0, packed])
     beside = parts(replace(config, rollout=RolloutConfig(weights="unmerged")), 1)["generation"]
-    assert beside["weights in 4 bits"] == packed and "gathered weights" not in beside
+    assert beside["packed weights"] == packed and "gathered weights" not in beside
 
 
 def test_eight_bits_and_gradients_that_are_freed_leave_more_for_the_cache():
@@ -91,7 +91,7 @@ def test_eight_bits_and_gradients_that_are_freed_leave_more_for_the_cache():
     for keep in ("off", "on"):
         seen = parts(recipe(3, rollout=RolloutConfig(weights="int8", keep_cache=keep)), 8)
         assert seen["generation"]["gathered weights"] == SIZES.eight_bits + whole
-        assert seen["generation"]["unpacked weights"] == 6 * SIZES.largest_linear
+        assert seen["generation"]["unpacked weights"] == 2 * SIZES.largest_linear
         assert seen["export"]["gathered weights"] >= 2 * N
         assert ("gradients" in seen["generation"], "gradients" in seen["export"]) == (keep == "on",) * 2
     whole = parts(recipe(2, rollout=RolloutConfig(weights="int8")), 8)["generation"]
