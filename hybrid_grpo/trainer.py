@@ -140,15 +140,11 @@ class Trainer(Stage):
         if self.config.grpo.dynamic_sampling:
             plan = self.plan
             rollout, scores, numbers = resample(
-                rollout,
-                scores,
-                group_slots(plan.prompts_per_rank, plan.num_minibatches, rank(), plan.world_size),
-                slots=plan.world_size * plan.prompts_per_rank,
-                sum_over_ranks=self.sum_over_ranks,
-                draw=self.loader.more_prompts,
-                sample=lambda prompts: self.sample_and_score(prompts, step),
+                rollout, scores, group_slots(plan.prompts_per_rank, plan.num_minibatches, rank(), plan.world_size),
+                slots=plan.world_size * plan.prompts_per_rank, sum_over_ranks=self.sum_over_ranks,
+                draw=self.loader.more_prompts, sample=lambda prompts: self.sample_and_score(prompts, step),
                 max_rounds=self.config.grpo.max_resamples,
-            )
+            )  # fmt: skip
             self.meter.update(numbers)
         self.loader.update()
         self.progress.enter("old_logp")
@@ -184,17 +180,11 @@ class Trainer(Stage):
         carry, off_policy = self.carry, self.features.write(prompts, step, self.progress.heartbeat)
         start = time.perf_counter()
         rollout, stats = self.policy.rollout(
-            prompts,
-            self.config.rollout,
-            self.stop_ids,
-            seed=self.config.run.seed,
-            step=step,
-            on_finish=on_finish if carry is None else carry.by_group(on_finish),
-            on_step=self.progress.check_stop,
-            given=off_policy,
-            resumed_from=None if carry is None else carry.resumed_from,
+            prompts, self.config.rollout, self.stop_ids, seed=self.config.run.seed, step=step,
+            on_finish=on_finish if carry is None else carry.by_group(on_finish), on_step=self.progress.check_stop,
+            given=off_policy, resumed_from=None if carry is None else carry.resumed_from,
             should_stop=None if carry is None else carry.should_stop,
-        )
+        )  # fmt: skip
         self.meter.add_spans(spans := sampling_spans(start, self.policy.engine))
         if carry is not None:
             rollout = carry.end(rollout)

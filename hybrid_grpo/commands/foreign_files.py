@@ -47,8 +47,7 @@ def read_foreign(path: Path) -> tuple[str, str, dict[str, Any]]:
     stage = re.search(conversions()["stage"], text)
     command = "train" if not stage else "sft" if "sft" in stage[0].lower() else ""
     refuse(
-        command == "",
-        f"{path} trains a reward model: train it there, and name it in rewards (docs/rewards/models.md)",
+        command == "", f"{path} trains a reward model: train it there, and name it in rewards (docs/rewards/models.md)"
     )
     renamed = conversions()["renamed"].get(framework, {})
     return framework, command, {renamed.get(n := name.replace("-", "_"), n): value for name, value in names.items()}

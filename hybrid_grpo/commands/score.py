@@ -229,14 +229,11 @@ def _compared(before: list[float | None], now: list[float], threshold: float) ->
     before_N, now_N = torch.tensor(pairs, dtype=torch.float64).view(-1, 2).unbind(1)
     was_N, is_N = before_N >= threshold, now_N >= threshold
     return {
-        "compared": len(pairs),
-        "mean before": before_N.mean().item(),
-        "mean now": now_N.mean().item(),
+        "compared": len(pairs), "mean before": before_N.mean().item(), "mean now": now_N.mean().item(),
         "correlation": torch.corrcoef(torch.stack([before_N, now_N]))[0, 1].item() if len(pairs) > 1 else math.nan,
-        "right before only": int((was_N & ~is_N).sum()),
-        "right now only": int((is_N & ~was_N).sum()),
+        "right before only": int((was_N & ~is_N).sum()), "right now only": int((is_N & ~was_N).sum()),
         "share that agrees": (was_N == is_N).double().mean().item(),
-    }
+    }  # fmt: skip
 
 
 def _table(columns: dict[str, dict[str, Any]]) -> Table:

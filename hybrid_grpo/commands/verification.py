@@ -75,12 +75,9 @@ def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
     dtype, packed = getattr(torch, config.dtype), policy.packed
     auto: Any = AutoModelForImageTextToText if has_tower(model_config) else AutoModelForCausalLM
     model = auto.from_pretrained(
-        files_of(config.model),
-        dtype=dtype,
-        attn_implementation="eager",
-        trust_remote_code=False,
+        files_of(config.model), dtype=dtype, attn_implementation="eager", trust_remote_code=False,
         **(in_four_bits(dtype) | {"device_map": "cpu"} if packed else dequantizing(model_config)),
-    )
+    )  # fmt: skip
     if packed:
         pack_tables(model := model.dequantize())
     add_adapter(model, config.model)

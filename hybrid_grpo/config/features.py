@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.config.data import DataConfig
     from hybrid_grpo.config.train import TrainConfig
 
-REGISTERED: tuple[str, ...] = (
-    "teacher:TeacherConfig",
-    "guests:GuestsConfig",
-    "curriculum:CurriculumConfig",
-)
+REGISTERED: tuple[str, ...] = ("teacher:TeacherConfig", "guests:GuestsConfig", "curriculum:CurriculumConfig")
 """Folder and settings class of each feature, in the order in which features are called."""
 FeatureList = Annotated[
     list[Function],

@@ -329,8 +329,7 @@ class RolloutConfig:
             ("weights", self.weights == "int8", "would unpack all of them for every token"),
         ):
             refuse(
-                is_set,
-                f"rollout.{name} {getattr(self, name)}: rollout.decoder transformers {why}: remove one of them",
+                is_set, f"rollout.{name} {getattr(self, name)}: rollout.decoder transformers {why}: remove one of them"
             )
         return self
 

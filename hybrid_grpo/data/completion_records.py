@@ -21,10 +21,8 @@ def record_of(completion: Completion) -> dict[str, Any]:
     """Return all of a completion that the policy sampled, as plain data."""
     row: dict[str, Any] = {
         "tokens": _encoded(np.array(completion.token_ids, np.int32)),
-        "logp": _encoded(np.array(completion.logp, np.float64)),
-        "finish": completion.finish,
-        "text": completion.text,
-    }
+        "logp": _encoded(np.array(completion.logp, np.float64)), "finish": completion.finish, "text": completion.text,
+    }  # fmt: skip
     row |= {each.name: list(map(_encoded, each.arrays())) for each in completion.sidecars}
     kept = {name: name for name in ("messages", "calls", "carried", "histories")} | {"given": "observations"}
     row |= {name: value for name, field in kept.items() if (value := getattr(completion, field))}

@@ -122,7 +122,8 @@ def _matrices(modules: Sequence[Any]) -> list[Any]:
         weight = joined([module.weight for module in modules])
         bias = joined(biases) if len(biases) == len(modules) else None
         if weight is not None and (bias is not None or not biases):
-            scales = [module.scale for module in modules if isinstance(module, Int8Linear)]
+            weights: list[Any] = [module.weight for module in modules if isinstance(module, Int8Linear)]
+            scales = [weight.quant_state.scale for weight in weights]
             return [gpu.products.Matrix(weight, bias, scale=joined(scales) if scales else None)]
     return [_matrix(module) for module in modules]
 
@@ -136,7 +137,7 @@ def _matrix(module: Any) -> Any:
     packed, state = None, getattr(linear.weight, "quant_state", None)
     if state is not None and not isinstance(linear, Int8Linear):
         packed = gpu.products.Packed(state.code, state.absmax, state.state2.code, state.state2.absmax, state.offset)
-    return gpu.products.Matrix(linear.weight, linear.bias, packed, adapter, getattr(linear, "scale", None))
+    return gpu.products.Matrix(linear.weight, linear.bias, packed, adapter, getattr(state, "scale", None))
 
 
 def can_read(module: Any) -> bool:

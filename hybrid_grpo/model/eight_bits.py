@@ -8,7 +8,8 @@ take half the time then. A base in four bits has its embedding and its head so.
 from collections.abc import Iterator
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +25,19 @@ _AT_ONCE = 8192
 _LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-class RowScales(NamedTuple):
-    """What makes numbers of an `Int8Weight`: the `scale` of each row, float32; with the shape and dtype they have."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    scale: Tensor
-
-
 class Int8Weight(nn.Parameter):
-    """A frozen int8 weight [rows, in]. Like a weight of bitsandbytes, it says how to read it in `quant_state`."""
+    """A frozen int8 weight [rows, in]. As in weights of bitsandbytes, `quant_state` says how to read it: each row is
+    multiplied by its `scale`, float32, and rounded to `dtype`."""
 
-    def __new__(cls, codes: Tensor, _: RowScales) -> "Int8Weight":
+    def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> "Int8Weight":
         return super().__new__(cls, codes, requires_grad=False)
 
-    def __init__(self, _: Tensor, form: RowScales) -> None:
-        self.quant_state = form
+    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        self.quant_state = SimpleNamespace(shape=codes.shape, dtype=dtype, scale=scale)
 
 
 class Int8Linear(nn.Linear):
     """A linear layer whose weight is an `Int8Weight`."""
-
-    @property
-    def scale(self) -> Any:
-        """The scale of each output, float32 [out]."""
-        weight: Any = self.weight
-        return weight.quant_state.scale
 
     def forward(self, x: Tensor) -> Tensor:
         every = [slice(first, first + _AT_ONCE) for first in range(0, self.out_features, _AT_ONCE)]
@@ -110,7 +98,7 @@ def pack_tables(model: Any) -> None:
     for weight in tables_of(model):
         codes, scale = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight), dtype=torch.float32)
         quantize(weight, codes, scale)
-        packed[weight] = Int8Weight(codes, RowScales(weight.shape, weight.dtype, scale))
+        packed[weight] = Int8Weight(codes, scale, weight.dtype)
     if not packed:
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.distributed.ranks import world_size
-from hybrid_grpo.model.eight_bits import Int8Linear, Int8Weight, RowScales, eight_bit_layers, quantize, unpacked
+from hybrid_grpo.model.eight_bits import Int8Linear, Int8Weight, eight_bit_layers, quantize, unpacked
 from hybrid_grpo.model.lora import Adapter
 
 Weights = Literal["merged", "unmerged", "int8"]
@@ -155,16 +155,17 @@ class View:
             whole[weight] = merged(weight, whole[weight], places[weight])
         codes = memory("codes", sum(shape.numel() for shape in eight_bits.values()), torch.int8)
         scales = memory("scales", sum(shape[0] for shape in eight_bits.values()), torch.float32)
-        scale_of: dict[Any, Tensor] = {}
+        forms: dict[Any, tuple[Tensor, torch.dtype]] = {}
         for weight, shape in eight_bits.items():
             form = self._whole([weight], self._new)[weight]
             if weight in adapter_of:
                 form = merged(weight, form, torch.empty(shape, dtype=form.dtype, device=self._device))
-            whole[weight], scale_of[weight] = codes[: shape.numel()].view(shape), scales[: shape[0]]
-            quantize(form, whole[weight], scale_of[weight])
+            whole[weight] = codes[: shape.numel()].view(shape)
+            forms[weight] = scales[: shape[0]], weight.dtype
+            quantize(form, whole[weight], scales[: shape[0]])
             codes, scales = codes[shape.numel() :], scales[shape[0] :]
         for parameter, homes in self._homes.items():
-            self._bind(homes, whole[parameter], parameter.dtype, scale_of.get(parameter))
+            self._bind(homes, whole[parameter], forms.get(parameter))
 
     def _beside(self, whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Copy weights that are to be neighbors side by side, unless they are; return where changed ones will be."""
@@ -200,17 +201,15 @@ class View:
 
     def release(self) -> None:
         for parameter, homes in self._homes.items():
-            self._bind(homes, torch.empty(0, dtype=parameter.dtype), parameter.dtype)
+            self._bind(homes, torch.empty(0, dtype=parameter.dtype))
         for weight, packed in self._away.items():
             weight.data = packed.to(self._device)
 
     @staticmethod
     def _bind(
-        homes: list[tuple[nn.Module, str]], tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None
+        homes: list[tuple[nn.Module, str]], tensor: Tensor, form: tuple[Tensor, torch.dtype] | None = None
     ) -> None:
-        bound: Any = nn.Parameter(tensor, requires_grad=False)
-        if scale is not None:
-            bound = Int8Weight(tensor, RowScales(tensor.shape, dtype, scale))
+        bound = nn.Parameter(tensor, requires_grad=False) if form is None else Int8Weight(tensor, *form)
         for module, name in homes:
             module._parameters[name] = bound
 

@@ -60,7 +60,9 @@ def fuse(model: Any, device: torch.device | None) -> None:
         if "forward" not in module.__dict__ and (forward := _fused(module, right)) is not None:
             module.forward = forward
     for layer in model.modules():
-        if is_residual_layer(layer) and all(map(_is_normed, (layer.input_layernorm, layer.post_attention_layernorm))):
+        norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+        forwards = [getattr(vars(norm).get("forward"), "func", None) for norm in norms if norm is not None]
+        if is_residual_layer(layer) and forwards == [_normed, _normed]:
             layer.__class__ = _with_residuals(layer.__class__)
 
 
@@ -267,10 +269,6 @@ def is_residual_layer(layer: Any) -> bool:
         return False
     own, ours = calls
     return all(ours.get(name) is value for name, value in own.items())
-
-
-def _is_normed(module: Any) -> bool:
-    return getattr(module.__dict__.get("forward"), "func", None) is _normed
 
 
 # Whether a kernel and its gradient are right on a device.

@@ -77,13 +77,10 @@ class Adapters:
         import peft
 
         config = peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=model.config.name_or_path,
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=_targets(model, lora),
+            task_type="CAUSAL_LM", base_model_name_or_path=model.config.name_or_path, r=lora.rank,
+            lora_alpha=lora.alpha, target_modules=_targets(model, lora),
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-        )
+        )  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             try:

@@ -88,7 +88,9 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
             elif model is not None and model.sharded:
                 interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
             else:
-                caller = pool.threaded(function, config.timeout_s, _enter_gpu())
+                # New threads would use the first GPU; -1 changes nothing.
+                device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+                caller = pool.threaded(function, config.timeout_s, partial(torch.cuda.set_device, device))
         name, kwargs, sources = reward_name(config), frozenset(config.kwargs), frozenset(config.sources)
         rewards.append(Reward(name, config.weight, kwargs, interface, caller, model, sources, inline))
     return rewards
@@ -174,10 +176,3 @@ def _notice(text: str) -> None:
     """Print a line about a reward function on rank 0."""
     if rank() == 0:
         print(f"rewards: {text}", file=sys.stderr, flush=True)
-
-
-def _enter_gpu() -> Callable[[], None]:
-    """Return a function that makes a new thread use this thread's GPU; by default, threads use the first GPU."""
-    if not torch.cuda.is_initialized():
-        return lambda: None
-    return partial(torch.cuda.set_device, torch.cuda.current_device())

@@ -54,13 +54,11 @@ class Timeline:
     def state(self, done: int) -> dict[str, Any]:
         """Return the fields of TRL's `trainer_state` when this number of steps is completed."""
         return {
-            "global_step": done,
-            "max_steps": self.steps,
-            "epoch": done / self.epoch_steps,
+            "global_step": done, "max_steps": self.steps, "epoch": done / self.epoch_steps,
             "num_train_epochs": math.ceil(self.steps / self.epoch_steps),
             "is_world_process_zero": os.environ.get("RANK", "0") == "0",
             "is_local_process_zero": os.environ.get("LOCAL_RANK", "0") == "0",
-        }
+        }  # fmt: skip
 
 
 class Rewards:

@@ -48,14 +48,12 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
 
     failed = {name: reply.failures for name, reply in replies.items() if any(reply.failures)}
     return Scores(
-        reward_B=total(weighted),
-        by_function=by_function,
-        status=status,
+        reward_B=total(weighted), by_function=by_function, status=status,
         steps=[sorted(row.items()) for row in steps] if scores_steps else None,
         whole_B=total(whole) if scores_steps else None,
         extra={f"{name}/{column}": stored for name, reply in replies.items() for column, stored in reply.extra.items()},
         failures={name: [each.message if each else None for each in rows] for name, rows in failed.items()},
-    )
+    )  # fmt: skip
 
 
 def _sum(value: RewardValue) -> float:

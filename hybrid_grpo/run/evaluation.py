@@ -146,16 +146,10 @@ class EvalResults:
         count = self.settings.rollout.num_generations
         rewards, rights = self.scores.reward_B.tolist(), self.right_PG.flatten().tolist()
         rows = [
-            {
-                "completion": c.text,
-                "answer": answer,
-                "right": right,
-                "reward": None if math.isnan(reward) else reward,
-                "finish": c.finish,
-                "tokens": len(c.token_ids),
-            }
+            {"completion": c.text, "answer": answer, "right": right, "reward": None if math.isnan(reward) else reward,
+             "finish": c.finish, "tokens": len(c.token_ids)}
             for c, answer, right, reward in zip(self.completions, self.answers, rights, rewards, strict=True)
-        ]
+        ]  # fmt: skip
         return [
             {
                 "set": self.settings.name,

@@ -20,19 +20,9 @@ from hybrid_grpo.records.charts.thinning import clip, present, smooth, thin
 from hybrid_grpo.records.files import TRACE_FILE, json_safe
 from hybrid_grpo.records.metrics.catalogue import describe, find
 from hybrid_grpo.records.thumbnails import shown
+from hybrid_grpo.watch import rollouts
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.metrics_file import first_step, read_step
-from hybrid_grpo.watch.rollouts import (
-    ORDERS,
-    Query,
-    group_of,
-    line_number,
-    read_rewards,
-    read_row,
-    read_tokens,
-    rivals,
-    search,
-)
 from hybrid_grpo.watch.settings import compared
 from hybrid_grpo.watch.table import Table
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
@@ -143,9 +133,9 @@ class Answers:
         """Return the completions of one run that match a search: the newest first, or ordered by a number (`order`,
         and `rising` if the lowest come first)."""
         run, order = self._run(given), given.get("order", "")
-        if order not in ("", *ORDERS):
-            raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
-        query = Query(
+        if order not in ("", *rollouts.ORDERS):
+            raise HTTPException(400, f"order {order} must be one of {', '.join(rollouts.ORDERS)}")
+        query = rollouts.Query(
             text=given.get("text", ""), finish=given.get("finish", ""), least=_number(given, "least"),
             most=_number(given, "most"), first=_whole(given, "first"), last=_whole(given, "last"),
             prompt=_whole(given, "prompt"),
@@ -153,7 +143,7 @@ class Answers:
         step, offset = _whole(given, "step"), _whole(given, "offset")
         start = None if step is None or offset is None or offset < 0 else (step, offset)
         files = run.rollouts()
-        found = search(files, query, start, order=(order, bool(given.get("rising"))) if order else None)
+        found = rollouts.search(files, query, start, order=(order, bool(given.get("rising"))) if order else None)
         return {**vars(found), "steps": [min(files), max(files)] if files else None, "count": len(files)}
 
     def sample(self, given: QueryParams) -> Any:
@@ -165,13 +155,13 @@ class Answers:
         """Return the completion with which the requested one is compared: the best of its group, or the worst if it is
         the best itself; null if all rewards of the group are equal."""
         _, path, offset, _ = self._sample(given)
-        kind, other = rivals(read_rewards(path)).get(offset, ("", -1))
-        return {"kind": kind, "row": read_row(path, other)} if kind else None
+        kind, other = rollouts.rivals(rollouts.read_rewards(path)).get(offset, ("", -1))
+        return {"kind": kind, "row": rollouts.read_row(path, other)} if kind else None
 
     def group(self, given: QueryParams) -> Any:
         """Return all completions of the requested completion's group, with their rewards and advantages."""
         _, path, offset, _ = self._sample(given)
-        return group_of(path, offset)
+        return rollouts.group_of(path, offset)
 
     def console(self, given: QueryParams) -> Any:
         """Return the last lines that one run has printed."""
@@ -180,8 +170,9 @@ class Answers:
     def tokens(self, given: QueryParams) -> Any:
         """Return what was recorded about each token of a completion; null if nothing was."""
         step, path, offset, row = self._sample(given)
-        number = line_number(path, offset)
-        return None if number is None else read_tokens(self._run(given).folder, step, number, row.get("sample"))
+        number = rollouts.line_number(path, offset)
+        folder = self._run(given).folder
+        return None if number is None else rollouts.read_tokens(folder, step, number, row.get("sample"))
 
     def times(self, given: QueryParams) -> Any:
         """Return how one run's steps spent their time, as the layers of a stacked chart."""
@@ -197,7 +188,7 @@ class Answers:
         """Return the requested completion: its step, its file, its offset in the file, and what was saved about it."""
         step, offset = _whole(given, "step"), _whole(given, "offset")
         path = self._run(given).rollouts().get(-1 if step is None else step)
-        row = read_row(path, offset) if path and offset is not None and offset >= 0 else None
+        row = rollouts.read_row(path, offset) if path and offset is not None and offset >= 0 else None
         if step is None or path is None or offset is None or row is None:
             raise HTTPException(404, "there is no such completion (anymore)")
         return step, path, offset, row

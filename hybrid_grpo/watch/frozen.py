@@ -20,16 +20,9 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.records.files import json_safe, replace_text
 from hybrid_grpo.records.json_lines import Record
 from hybrid_grpo.records.thumbnails import shown
+from hybrid_grpo.watch import rollouts
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.rollouts import (
-    line_number,
-    read_rewards,
-    read_row,
-    read_tokens,
-    rivals,
-    summarize,
-)
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
@@ -132,8 +125,8 @@ def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
     `tokens`, and `rival` (see `rivals`). The best and the worst of each group come first, starting with the groups
     whose rewards differ most. The first `_WITH_TOKENS` have tokens if these fit. The first two are yielded in any case,
     unless they exceed `_LARGEST` bytes."""
-    rewards = read_rewards(path)
-    compared = rivals(rewards)
+    rewards = rollouts.read_rewards(path)
+    compared = rollouts.rivals(rewards)
     ends = {other for _, other in compared.values()}
 
     def importance(offset: int) -> tuple[bool, float]:
@@ -147,13 +140,13 @@ def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
         groups.setdefault(group, []).append(reward)
     left = _BYTES
     for count, offset in enumerate(sorted(rewards, key=importance, reverse=True)):
-        row = read_row(path, offset)
+        row = rollouts.read_row(path, offset)
         if row is None:  # the file has changed
             return
-        number = line_number(path, offset) if count < _WITH_TOKENS else None
-        record = None if number is None else read_tokens(folder, step, number, row.get("sample"))
+        number = rollouts.line_number(path, offset) if count < _WITH_TOKENS else None
+        record = None if number is None else rollouts.read_tokens(folder, step, number, row.get("sample"))
         row |= {"pictures": shown(folder, row)}
-        summary = {**summarize(row, step, offset), "rewards": groups[rewards[offset][0]]}
+        summary = {**rollouts.summarize(row, step, offset), "rewards": groups[rewards[offset][0]]}
         sample = {"row": summary, "all": row, "rival": compared.get(offset)}
         found = {**sample, "tokens": _rounded(record)}
         if (size := len(json.dumps(found))) > left:

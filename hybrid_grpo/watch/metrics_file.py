@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hybrid_grpo.records.json_lines import GrowingFile, Record, last_lines, parse_step, read_lines
+from hybrid_grpo.records.json_lines import Record, parse_step
+from hybrid_grpo.records.trackers.growing_files import GrowingFile, last_lines, read_lines
 from hybrid_grpo.watch.table import Table
 
 _LAST_LINES = 100

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.records.files import as_json, json_safe
-from hybrid_grpo.records.json_lines import Record, parse, read_lines
+from hybrid_grpo.records.json_lines import Record, parse
+from hybrid_grpo.records.trackers.growing_files import read_lines
 
 SHOWN = 200
 """Maximum number of characters that the list shows of a text, such as a prompt."""
@@ -231,7 +232,8 @@ def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> di
         turns = len(messages)
         # What the list shows of a conversation is its end, or the part that was searched for.
         whole = prompt_text(messages)
-        completion = whole if text and text.casefold() in whole.casefold() else _last_words(messages)
+        said = [message for message in messages if isinstance(message, dict) and message.get("content")]
+        completion = whole if text and text.casefold() in whole.casefold() else prompt_text(said[-1:])
     return {
         "step": step, "offset": offset, **numbers, **({"turns": turns} if turns > 1 else {}), "same": checksum,
         "prompt": _around(_question(prompt, text), text), "completion": _around(completion, text),
@@ -245,12 +247,6 @@ def _question(prompt: Any, text: str) -> str:
     question, whole = prompt_text(asked), prompt_text(prompt)
     is_elsewhere = text.casefold() in whole.casefold() and text.casefold() not in question.casefold()
     return whole if is_elsewhere or not asked else question
-
-
-def _last_words(messages: list[Any]) -> str:
-    """Return what the last message with a text says."""
-    said = (message for message in reversed(messages) if isinstance(message, dict) and message.get("content"))
-    return prompt_text([found]) if (found := next(said, None)) else ""
 
 
 def _around(text: str, wanted: str) -> str:

@@ -18,9 +18,10 @@ from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord, joined
 from hybrid_grpo.records.console_log import CONSOLE_FILE
 from hybrid_grpo.records.files import rollout_files
-from hybrid_grpo.records.json_lines import last_lines, parse_step
+from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.records.lock import state_of
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
+from hybrid_grpo.records.trackers.growing_files import last_lines
 from hybrid_grpo.watch.metrics_file import MetricsFile, last_row
 from hybrid_grpo.watch.rollouts import number
 from hybrid_grpo.watch.table import Column, Table
@@ -178,11 +179,7 @@ def _planned(path: Path) -> dict[str, Any]:
     settings = _read_config(path)[1]
     run, log = (section if isinstance(section, dict) else {} for section in map(settings.get, ("run", "log")))
     group = log.get("group")
-    return {
-        "steps": run.get("steps"),
-        "group": group,
-        "tags": [*([group] if group else []), *(log.get("tags") or [])],
-    }
+    return {"steps": run.get("steps"), "group": group, "tags": [*([group] if group else []), *(log.get("tags") or [])]}
 
 
 def _newest(path: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from hybrid_grpo.records import json_lines
 from hybrid_grpo.records.sinks import JsonlSink
+from hybrid_grpo.records.trackers import growing_files
 from hybrid_grpo.watch import metrics_file
 from hybrid_grpo.watch.metrics_file import MetricsFile, first_step, last_row, read_step
 
@@ -71,7 +71,7 @@ def test_nan_and_infinity_are_no_values(tmp_path):
 
 def test_a_large_file_is_looked_at_all_over_first_and_read_bit_by_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_file, "_GLIMPSE_OVER", 10_000)
-    monkeypatch.setattr(json_lines, "_CHUNK", 5_000)
+    monkeypatch.setattr(growing_files, "_CHUNK", 5_000)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(line(step, a=step / 7) for step in range(20_000)))
     file = MetricsFile(path)

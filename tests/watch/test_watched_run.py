@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.records import json_lines
 from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
 from hybrid_grpo.records.lock import FolderLock
+from hybrid_grpo.records.trackers import growing_files
 from hybrid_grpo.watch import metrics_file
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.watched_run import WatchedRun
@@ -62,7 +62,7 @@ def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
         "".join(json.dumps({"step": step, "completion/sampled_tokens": 100.0}) + "\n" for step in range(20_000))
     )
     monkeypatch.setattr(metrics_file, "_GLIMPSE_OVER", 10_000)
-    monkeypatch.setattr(json_lines, "_CHUNK", 1_000)
+    monkeypatch.setattr(growing_files, "_CHUNK", 1_000)
     run = WatchedRun("run", folder)
     run.refresh(0)
     assert run.numbers.share_read < 1

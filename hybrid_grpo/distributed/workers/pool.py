@@ -25,27 +25,16 @@ from typing import Any
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.distributed.ranks import own_cores
-from hybrid_grpo.distributed.workers.calls import (
-    Call,
-    Callee,
-    Entry,
-    Failure,
-    Reply,
-    died,
-    failed,
-    joined,
-    single_rows,
-    timed_out,
-)
+from hybrid_grpo.distributed.workers import calls
 from hybrid_grpo.distributed.workers.leased_processes import Leases
 from hybrid_grpo.distributed.workers.processes import ForkServer, Worker
 
 _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
 
-Caller = Callable[[Call], "Future[Reply]"]
+Caller = Callable[[calls.Call], "Future[calls.Reply]"]
 """A way to call a callee. It returns a future at once and never raises; only `call_inline` waits and may raise."""
-Ask = Callable[[Call], Coroutine[Any, Any, Reply]]
+Ask = Callable[[calls.Call], Coroutine[Any, Any, calls.Reply]]
 
 
 class Pool:
@@ -56,7 +45,7 @@ class Pool:
         scoring: the limits of each process, and the number of processes for callees that are not async.
     """
 
-    def __init__(self, entries: Sequence[tuple[str, Entry]], scoring: ScoringConfig) -> None:
+    def __init__(self, entries: Sequence[tuple[str, calls.Entry]], scoring: ScoringConfig) -> None:
         self._fork_server = ForkServer(entries, scoring) if entries else None
         self.interfaces = self._fork_server.interfaces if self._fork_server else []
         self.hidden = self._fork_server.hidden if self._fork_server else []
@@ -81,12 +70,12 @@ class Pool:
         assert self._fork_server is not None
         return Leases(self._fork_server, self._loop, timeout_s, most)
 
-    def threaded(self, function: Callee, timeout_s: float, enter: Callable[[], None]) -> Caller:
+    def threaded(self, function: calls.Callee, timeout_s: float, enter: Callable[[], None]) -> Caller:
         """Return a caller that calls a callee in threads of this process; every thread first calls `enter`."""
         ask = partial(Threads(enter).ask, function, timeout_s)
         return partial(self._start, ask, function.interface.batch_size != "group")
 
-    def _start(self, ask: Ask, splits: bool, call: Call) -> Future[Reply]:
+    def _start(self, ask: Ask, splits: bool, call: calls.Call) -> Future[calls.Reply]:
         # The coroutine holds no reference to the pool, which thus ends even if calls are under way.
         return asyncio.run_coroutine_threadsafe(_replied(ask, splits, call), self._loop)
 
@@ -100,20 +89,22 @@ def worker_count() -> int:
     return min(8, max(2, own_cores()))
 
 
-async def _replied(ask: Ask, splits: bool, call: Call) -> Reply:
+async def _replied(ask: Ask, splits: bool, call: calls.Call) -> calls.Reply:
     """Return the reply to a call. If `splits` is true, a call that fails as a whole is repeated row by row."""
 
-    async def timed(part: Call) -> Reply:
+    async def timed(part: calls.Call) -> calls.Reply:
         start_s = time.perf_counter()
         try:
             reply = await ask(part)
         except Exception as error:  # such as inputs that cannot be pickled
-            reply = failed(Failure("invalid", f"could not be called: {describe(error, None)}"), len(part.expected))
+            reply = calls.failed(
+                calls.Failure("invalid", f"could not be called: {describe(error, None)}"), len(part.expected)
+            )
         return replace(reply, spans=[(start_s, time.perf_counter())])
 
     reply = await timed(call)
     if reply.whole and splits:
-        parts = joined(await asyncio.gather(*map(timed, single_rows(call))))
+        parts = calls.joined(await asyncio.gather(*map(timed, calls.single_rows(call))))
         reply = replace(parts, spans=reply.spans + parts.spans)
     return reply
 
@@ -130,7 +121,7 @@ class Workers:
         self._idle: defaultdict[int, list[Worker]] = defaultdict(list)
         """Idle workers by the index of their function."""
 
-    async def ask(self, index: int, timeout_s: float, call: Call) -> Reply:
+    async def ask(self, index: int, timeout_s: float, call: calls.Call) -> calls.Reply:
         """Call the entry with this index; `timeout_s` counts from the moment at which a process is free."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
@@ -140,9 +131,9 @@ class Workers:
                 for _ in range(self._count):
                     await slots.enter_async_context(self._slots)
                 reply = await self._ask(index, timeout_s, call)
-        return reply or died(None, len(call.expected))
+        return reply or calls.died(None, len(call.expected))
 
-    async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
+    async def _ask(self, index: int, timeout_s: float, call: calls.Call) -> calls.Reply | None:
         """Call once and return the reply; None if the fork server has died together with the worker."""
         rows = len(call.expected)
         worker = self._free(index)
@@ -151,10 +142,10 @@ class Workers:
                 reply = await worker.ask(index, call, timeout_s)
         except TimeoutError:
             worker.end()
-            return timed_out(timeout_s, rows)
+            return calls.timed_out(timeout_s, rows)
         except EOFError:
             status = worker.end()
-            return None if status is None else died(status, rows)
+            return None if status is None else calls.died(status, rows)
         except BaseException:
             worker.end()
             raise
@@ -184,7 +175,7 @@ class Tasks:
         self._processes: list[Worker | None] = [None] * count
         self._calls = [0] * count
 
-    async def ask(self, index: int, timeout_s: float, call: Call) -> Reply:
+    async def ask(self, index: int, timeout_s: float, call: calls.Call) -> calls.Reply:
         """Call the function; `timeout_s` counts from the moment at which a process has fewer than 64 other calls."""
         async with self._slots:
             place = self._calls.index(min(self._calls))
@@ -195,7 +186,7 @@ class Tasks:
                 self._calls[place] -= 1
         return reply or await self._workers.ask(index, timeout_s, call)
 
-    async def _ask(self, place: int, index: int, timeout_s: float, call: Call) -> Reply | None:
+    async def _ask(self, place: int, index: int, timeout_s: float, call: calls.Call) -> calls.Reply | None:
         """Call once and return the reply; None if the process is lost, and with it all of its calls."""
         worker = self._processes[place] or Worker(self._fork_server, asyncio.get_running_loop(), "async")
         self._processes[place] = worker
@@ -222,18 +213,18 @@ class Threads:
         self._enter = enter
         self._turn = asyncio.Lock()
 
-    async def ask(self, function: Callee, timeout_s: float, call: Call) -> Reply:
+    async def ask(self, function: calls.Callee, timeout_s: float, call: calls.Call) -> calls.Reply:
         """Call the function; `timeout_s` counts from the moment at which the previous call is over."""
         async with self._turn:
-            answer: Future[Reply] = Future()
+            answer: Future[calls.Reply] = Future()
             threading.Thread(target=self._run, args=(answer, function, call), name="callee", daemon=True).start()
             try:
                 async with asyncio.timeout(timeout_s):
                     return await asyncio.wrap_future(answer)
             except TimeoutError:
-                return timed_out(timeout_s, len(call.expected))
+                return calls.timed_out(timeout_s, len(call.expected))
 
-    def _run(self, answer: Future[Reply], function: Callee, call: Call) -> None:
+    def _run(self, answer: Future[calls.Reply], function: calls.Callee, call: calls.Call) -> None:
         if not answer.set_running_or_notify_cancel():
             return
         try:

@@ -147,7 +147,9 @@ class Symptoms:
 
     def _compared(self, name: str, values: dict[str, float], words: str) -> Sign:
         """Return the symptom whose value is a metric divided by its usual value."""
-        usual = _usual(self._past[name])
+        recent, usual = self._past[name][-_RECENT:], math.nan
+        if len(recent) >= _FEWEST:
+            usual = median(recent[: max(_FEWEST, len(recent) - _BEFORE)])
         share = values[name] / usual if usual else math.nan
         return Sign(share, words.format(values[name], share))
 
@@ -244,12 +246,6 @@ def _error(values: list[float]) -> float:
 def _start(values: list[float]) -> float:
     """Return the mean over the first `_FIRST` steps; NaN while there are fewer than `_FEWEST`."""
     return fmean(values[:_FIRST]) if len(values) >= _FEWEST else math.nan
-
-
-def _usual(values: list[float]) -> float:
-    """Return a metric's usual value, as `_RECENT` defines it; NaN while there are fewer than `_FEWEST` steps."""
-    recent = values[-_RECENT:]
-    return median(recent[: max(_FEWEST, len(recent) - _BEFORE)]) if len(recent) >= _FEWEST else math.nan
 
 
 def _plain(name: str, words: str) -> tuple[Callable[[Symptoms, dict[str, float]], Sign], tuple[str]]:

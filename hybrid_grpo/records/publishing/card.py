@@ -188,15 +188,11 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
     be loaded under `name`."""
     command, method, cls = run.stage
     head = ModelCardData(
-        base_model=None if run.is_local(run.ancestors[-1]) else run.ancestors[-1],
-        datasets=run.data_sets or None,
-        library_name="transformers",
-        license=license,
-        pipeline_tag="text-generation",
-        tags=["hybrid_grpo", "grpo" if command == "train" else command],
-        model_name=run.folder.resolve().name,
+        base_model=None if run.is_local(run.ancestors[-1]) else run.ancestors[-1], datasets=run.data_sets or None,
+        library_name="transformers", license=license, pipeline_tag="text-generation",
+        tags=["hybrid_grpo", "grpo" if command == "train" else command], model_name=run.folder.resolve().name,
         eval_results=_results(run, evaluation.numbers) or None,
-    )
+    )  # fmt: skip
     card = ModelCard.from_template(
         head, template_path=str(Path(__file__).with_name("card.md.j2")), title=run.folder.resolve().name, name=name,
         command=command, method=method, step=run.step, steps=run.settings.get("run", {}).get("steps"),

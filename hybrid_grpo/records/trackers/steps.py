@@ -10,9 +10,10 @@ from typing import Any
 
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.files import rollout_files
-from hybrid_grpo.records.json_lines import GrowingFile, parse_step, read_jsonl
+from hybrid_grpo.records.json_lines import parse_step, read_jsonl
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS
 from hybrid_grpo.records.thumbnails import files
+from hybrid_grpo.records.trackers.growing_files import GrowingFile
 
 STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hours")
 """The x axes of curves: the step, the completion tokens sampled so far (`sft`: target tokens), and the hours of

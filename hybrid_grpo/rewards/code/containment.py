@@ -105,14 +105,9 @@ class Containment:
 def _limit(limits: Limits) -> None:
     memory = limits.memory_mb << 20
     for name, value in (
-        ("AS", memory),
-        ("STACK", min(memory // 2, 64 << 20)),
-        ("CPU", math.ceil(limits.timeout_s) + 1),
-        ("FSIZE", max(limits.output_kb << 10, _OUTPUT_BYTES)),
-        ("NOFILE", 64),
-        ("CORE", 0),
-        ("MEMLOCK", 0),
-    ):
+        ("AS", memory), ("STACK", min(memory // 2, 64 << 20)), ("CPU", math.ceil(limits.timeout_s) + 1),
+        ("FSIZE", max(limits.output_kb << 10, _OUTPUT_BYTES)), ("NOFILE", 64), ("CORE", 0), ("MEMLOCK", 0),
+    ):  # fmt: skip
         limit = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -100,14 +100,10 @@ def _chat(body: dict[str, Any], config: RolloutConfig) -> Ask:
     refuse(not all(isinstance(tool["function"]["name"], str) for tool in tools), "a tool is a function with a name")
     names: dict[str, str] = {}
     return Ask(
-        str(body.get("model") or MODEL),
-        [_message(message, names) for message in body["messages"]],
-        () if choice == "none" else tuple(tools),
-        limit=_limit(body),
-        has_logprobs=bool(body.get("logprobs")),
-        is_streamed=bool(body.get("stream")),
-        has_ids=bool(body.get("return_token_ids")),
-    )
+        str(body.get("model") or MODEL), [_message(message, names) for message in body["messages"]],
+        () if choice == "none" else tuple(tools), limit=_limit(body), has_logprobs=bool(body.get("logprobs")),
+        is_streamed=bool(body.get("stream")), has_ids=bool(body.get("return_token_ids")),
+    )  # fmt: skip
 
 
 def _after_tokens(body: dict[str, Any], config: RolloutConfig, stop_ids: Sequence[int], vocabulary: int) -> Ask:
@@ -217,12 +213,9 @@ def chat_reply(sampled: Sampled) -> dict[str, Any]:
         for text, logp in zip(sampled.tokens, sampled.logp, strict=False)
     ]
     choice = {
-        "index": 0,
-        "message": _said_by(sampled),
-        "finish_reason": _finish(sampled),
-        "logprobs": {"content": entries} if entries else None,
-        **({"token_ids": sampled.ids} if sampled.before else {}),
-    }
+        "index": 0, "message": _said_by(sampled), "finish_reason": _finish(sampled),
+        "logprobs": {"content": entries} if entries else None, **({"token_ids": sampled.ids} if sampled.before else {}),
+    }  # fmt: skip
     asked = {"prompt_token_ids": sampled.before} if sampled.before else {}
     return {**_head(sampled, "chat.completion"), "choices": [choice], "usage": _usage(sampled), **asked}
 

@@ -18,7 +18,7 @@ from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_a
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.generation.shape_probe import geometry_of
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.eight_bits import Int8Linear
+from hybrid_grpo.model.eight_bits import Int8Linear, unpacked
 from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
@@ -217,7 +217,7 @@ def test_weights_in_eight_bits_are_multiplied_as_the_same_numbers_in_full(dtype)
     full = deepcopy(model)
     for path, linear in full.named_modules():
         if isinstance(rounded := view.module.get_submodule(path), Int8Linear):
-            linear.weight.copy_(rounded.weight * rounded.scale[:, None])
+            linear.weight.copy_(unpacked(rounded.weight))
     (plain := View(full, meta_copy(full, ATTENTION), False, cpu)).gather()
     for n in (1, 7, 13, 40):
         logits = []

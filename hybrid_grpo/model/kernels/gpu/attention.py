@@ -205,12 +205,6 @@ def _halves(width: int) -> tuple[int, int]:
     return first, max(16, triton.next_power_of_2(width - first)) if width > first else 0
 
 
-def _queries(group: int, tokens: int, width: int, itemsize: int) -> int:
-    """Return the number of queries that one program computes."""
-    most = 16 if itemsize > 2 or width > 256 else 32
-    return min(max(16, triton.next_power_of_2(group * tokens)), most)
-
-
 Scratch = dict[tuple[int, int], tuple[Tensor, Tensor]]
 """Memory in which the programs of a launch leave their parts, by how many there may be and the numbers of each; kept
 from launch to launch. Only launches that follow each other on one stream can share it."""
@@ -237,11 +231,6 @@ def _shares(programs: int, tiling: Tiling) -> tuple[int, int]:
         return min(_MOST_SPLITS, (few if programs <= few // 2 else many) // programs), _LEAST
     # They are enough by themselves; only sequences far longer than the others would be waited for.
     return max(1, min(4, _UNITS // programs)), 2 * programs
-
-
-def _at_once(numbers: int) -> int:
-    """Return how many parts of `numbers` are loaded at once, beside their sum: a power of two."""
-    return 1 << max(1, _PARTS // numbers - 1).bit_length() - 1
 
 
 def _begin_together(keys: Tensor, values: Tensor) -> bool:
@@ -272,7 +261,8 @@ def paged_attention(
     """
     (_, heads, d), (_, page, kv, v) = query.shape, values.shape
     n, group = len(table), heads // kv
-    queries = _queries(group, longest, max(d, v), keys.itemsize)
+    most = 16 if keys.itemsize > 2 or max(d, v) > 256 else 32
+    queries = min(max(16, triton.next_power_of_2(group * longest)), most)  # of a program
     tiles = -(-group * longest // queries)
     programs = n * kv * tiles
     chosen = _shares(programs, tiling := tiling_of(query.device))
@@ -280,6 +270,8 @@ def paged_attention(
     query = query if query.stride(2) == 1 else query.contiguous()
     (d0, d1), (v0, v1) = _halves(d), _halves(v)
     entries, stages = _stages((d0 + d1 + v0 + v1) * keys.itemsize, keys.itemsize, programs, tiling.few)
+    # Parts that are loaded beside their sum: a power of two.
+    at_once = 1 << max(1, _PARTS // (queries * max(v0, v1)) - 1).bit_length() - 1 if stages == _DEEP else 1
     shares = v == v0 == d0 and _begin_together(keys, values)
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
@@ -291,7 +283,7 @@ def paged_attention(
         scale, softcap, window, max(1, least // entries), splits,
         RAGGED=begins is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0, WINDOW=window > 0,
         SHARED=shares, GROUP=group, PAGE=page, QUERIES=queries, ENTRIES=entries,
-        AT_ONCE=_at_once(queries * max(v0, v1)) if stages == _DEEP else 1, D=d, D0=d0, D1=d1, V=v, V0=v0, V1=v1,
+        AT_ONCE=at_once, D=d, D0=d0, D1=d1, V=v, V0=v0, V1=v1,
         num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8, num_stages=stages,
     )  # fmt: skip
     return out
