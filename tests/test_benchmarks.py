@@ -57,14 +57,10 @@ def test_a_stage_inside_another_is_taken_out_of_it(monkeypatch):
 
 def job(budget: int) -> Job:
     settings = {
-        "policy.model": "model",
-        "policy.micro_batch_tokens": budget,
-        "data.path": "rows.jsonl",
-        "rollout.prompts_per_step": 3,
-        "rollout.num_generations": 8,
-        "rollout.max_completion_tokens": 70,
+        "policy.model": "model", "policy.micro_batch_tokens": budget, "data.path": "rows.jsonl",
+        "rollout.prompts_per_step": 3, "rollout.num_generations": 8, "rollout.max_completion_tokens": 70,
         "rewards": '[{"function": "exact_match"}]',
-    }
+    }  # fmt: skip
     return Job([part for name, value in settings.items() for part in (f"--{name}", str(value))], longest_prompt=30)
 
 

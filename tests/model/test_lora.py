@@ -90,6 +90,7 @@ def test_what_is_decoded_is_the_model_that_peft_merges_from_what_is_saved(archit
 
 @pytest.mark.parametrize(("architecture", "targets"), [
     ("qwen2", "all-linear"), ("gemma2", ["q_proj", "down_proj"]), ("qwen3_moe", ["o_proj"]), ("qwen3_next", ["q_proj"]),
+    ("phi", "all-linear"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kept", [False, True])
 def test_weights_in_four_bits_are_decoded_as_the_same_numbers_in_full(architecture, targets, kept, tmp_path):
@@ -106,9 +107,8 @@ def test_weights_in_four_bits_are_decoded_as_the_same_numbers_in_full(architectu
         views += [view_of(model, adapters, kept, neighbors=kept), view_of(model, adapters, kept, weights="unmerged")]
     view, beside, full_view, _ = views
     assert torch.allclose(packed(IDS).logits, full(IDS).logits, atol=1e-5)
-    every, four_bits = (
-        [p for p in of.parameters() if hasattr(p, "quant_state")] for of in (packed, packed.model.layers)
-    )
+    every = [p for p in packed.parameters() if hasattr(p, "quant_state")]
+    four_bits = [p for p in packed.model.layers.parameters() if hasattr(p, "quant_state")]
     before = [p.clone() for p in every]
     for _ in range(2):
         view.gather()

@@ -94,16 +94,14 @@ def build(
     parallel = {"sequence_parallel": split}
     sizes = {"prompts_per_step": prompts_per_step, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16}
     return made(
-        folder,
-        features=False,
-        workspace=workspace,
+        folder, features=False, workspace=workspace,
         policy={"model": str(folder / model), "micro_batch_tokens": 160, **policy},
         engine={"zero_stage": stage, "offload_optimizer": offload, **parallel, "deepspeed": deepspeed or {}},
         data={"limit": 200, "eval_path": str(folder / "heldout.jsonl"), "eval_limit": 24},
         rollout={**sizes, **(rollout or {})},
         grpo={"beta": beta, "num_minibatches": num_minibatches, "num_iterations": num_iterations},
         eval={"sets": {"sampled": SAMPLED}},
-    )
+    )  # fmt: skip
 
 
 def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> dict[str, Any]:

@@ -118,11 +118,9 @@ def tiny_config(architecture: str, hidden: int = 32, layers: int = 2, **changes:
 
 def in_full(packed: Any) -> Any:
     """A model with the numbers of one whose weights are in four bits and eight."""
-    full, of = type(packed)._from_config(dequantized(deepcopy(packed.config)), dtype=packed.dtype), {}
-    of.update(packed.named_parameters())
-    with torch.no_grad():
-        for name, parameter in full.named_parameters():
-            parameter.copy_(unpacked(of[name]))
+    full, of = type(packed)._from_config(dequantized(deepcopy(packed.config)), dtype=packed.dtype), packed.get_parameter
+    for name, parameter in full.named_parameters():
+        parameter.data.copy_(unpacked(of(name)))
     return full
 
 

@@ -54,16 +54,11 @@ def one(folder: Path) -> dict[str, Any]:
     """The same on one rank; and a run by the command, with adapters, whose teacher is the model under them."""
     seen = all_ways(folder)
     run = hg.train(
-        model=folder / "model",
-        data=str(folder / "train.jsonl"),
-        rewards=["exact_match"],
-        run={"dir": str(folder), "name": "run", "steps": 2},
-        policy={"dtype": "float32", "lr": 1e-2},
-        lora={"rank": 2},
+        model=folder / "model", data=str(folder / "train.jsonl"), rewards=["exact_match"],
+        run={"dir": str(folder), "name": "run", "steps": 2}, policy={"dtype": "float32", "lr": 1e-2}, lora={"rank": 2},
         rollout={"prompts_per_step": 4, "num_generations": 1, "max_completion_tokens": 4},
-        teacher={"model": str(folder / "model"), "into": "loss"},
-        log={"wandb": "disabled"},
-    )
+        teacher={"model": str(folder / "model"), "into": "loss"}, log={"wandb": "disabled"},
+    )  # fmt: skip
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     return {**seen, "run": [json.loads(line) for line in lines]}
 
