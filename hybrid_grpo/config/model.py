@@ -90,8 +90,8 @@ class LoraConfig:
     linear layer except the output head and, beside experts that are one tensor, dense MLPs named like these."""
     load_in_4bit: Annotated[Switch, About(in_plan=4)] = False
     """Keep the frozen weights of linear layers in four bits. They are NF4 with double quantization (QLoRA,
-    arXiv:2305.14314; extra `qlora`), those of the embedding and the head int8, whole on every rank: engine.zero_stage is
-    at most 2. Sampling and exports use the same numbers in policy.dtype."""
+    arXiv:2305.14314; extra `qlora`), those of the embedding and the head int8, whole on every rank: engine.zero_stage
+    is at most 2. Sampling and exports use the same numbers in policy.dtype."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

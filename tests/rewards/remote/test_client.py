@@ -227,10 +227,8 @@ def test_as_a_configured_function_each_row_fails_by_itself():
 
 
 BAD = {
-    "no host": ({"url": "http:///x"}, "name a host"),
-    "no scheme": ({"url": "localhost:8000"}, "http:// or https://"),
-    "no text": ({"url": 7}, "url: Input should be a valid string"),
-    "a bad URL": ({"url": "https://[::1"}, "not a URL"),
+    "no host": ({"url": "http:///x"}, "name a host"), "no scheme": ({"url": "localhost:8000"}, "http:// or https://"),
+    "no text": ({"url": 7}, "url: Input should be a valid string"), "a bad URL": ({"url": "https://[::1"}, "not a URL"),
     "a password": ({"url": f"http://me:{TOKEN}@127.0.0.1/"}, "user name or password"),
     "no variable": ({"token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN: there is no such"),
     "a token for its variable": ({"token_env": [TOKEN]}, "token_env: Input should be a valid string"),
@@ -240,7 +238,7 @@ BAD = {
     "half a retry": ({"retries": 1.5}, "retries: Input should be a valid integer"),
     "no connection": ({"max_connections": 0}, "max_connections: Input should be greater"),
     "a format": ({"format": "xml"}, "format: Input should be 'openrlhf' or 'full'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
