@@ -106,15 +106,16 @@ def dry_runs(shape: Shape) -> Measured:
     """Dry runs of a model, each made once."""
 
     @cache
-    def of(checkpointing: bool, tokens: int | None, lora: int) -> Sizes:
+    def of(checkpointing: bool, tokens: int | None, lora: int, split: int) -> Sizes:
         config = config_of("LoRA" if lora else "on the GPU")
         policy = replace(config.policy, gradient_checkpointing=checkpointing, micro_batch_tokens=tokens)
-        return sizes_of(shape, replace(config, policy=policy), PROMPT)
+        engine = replace(config.engine, sequence_parallel=split)
+        return sizes_of(shape, replace(config, policy=policy, engine=engine), PROMPT)
 
     def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
-        policy = config.policy
+        policy, split = config.policy, config.engine.sequence_parallel
         # A micro-batch has one group, with any number of ranks.
-        return of(policy.gradient_checkpointing, policy.micro_batch_tokens, config.lora.rank)
+        return of(policy.gradient_checkpointing, policy.micro_batch_tokens, config.lora.rank, split)
 
     return measured
 

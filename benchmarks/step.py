@@ -105,14 +105,9 @@ class Worker:
         self.log = folder / f"{name}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                side.command(trl_python, file),
-                cwd=ROOT,
-                env=environment,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
+                side.command(trl_python, file), cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
 
     def __enter__(self) -> Worker:
         return self
