@@ -18,7 +18,7 @@ from transformers.activations import SiLUActivation
 from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.cpu_step import CpuStep, attention_layers, fitting, has_delta, is_gated, mlp_layers
 from hybrid_grpo.generation.gpu_step import GpuStep, can_read
-from hybrid_grpo.generation.paged_attention import decode_step
+from hybrid_grpo.generation.paged_attention import decode_step, has_kernel
 from hybrid_grpo.model.eight_bits import Int8Linear
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
@@ -62,7 +62,7 @@ def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
     half = on_gpu or usable(*parameters, dtype=torch.bfloat16)
     if not (half or usable(*parameters)) or not _looks_right(model, cache, on_gpu):
         return None
-    if not (on_gpu or fitting(model, cache)) or (half and not _is_llama(model)):
+    if (half and not _is_llama(model)) or not (_has_kernels if on_gpu else fitting)(model, cache):
         return None
     if model not in _agreed:
         base, name = text_of(model), f"decoding {type(model).__name__}"
@@ -100,6 +100,13 @@ def _looks_right(model: Any, cache: PagedCache, on_gpu: bool) -> bool:
         and with_attention[0].self_attn.head_dim == d
         and all(parameter.is_contiguous() for parameter in model.parameters())
     )
+
+
+def _has_kernels(model: Any, cache: PagedCache) -> bool:
+    layers, (kv, d) = text_of(model).layers, cache.keys[0].shape[2:]
+    group = layers[0].self_attn.o_proj.in_features // d // kv
+    of_layers = zip(cache.keys, cache.values, cache.geometry.attention, strict=True)
+    return all(has_kernel(*cache.place, keys, values, group, options) for keys, values, options in of_layers)
 
 
 def _layer_looks_right(layer: Any, norm: Any, on_gpu: bool) -> bool:

@@ -1,9 +1,9 @@
 """A decode step with Triton kernels around the matrix products, for models that `fused_step` recognizes.
 
 To decode one token of each sequence, a layer of transformers launches about 40 kernels, most of which read vectors for
-only a microsecond. Here a layer launches six: the products compute the norm before them, and the gate or the sum after
-them; the rotation kernel also writes to the cache. Of more rows than `Tiling.most_rows` torch computes the products,
-and a layer launches nine. Weights that multiply the same vectors, if they are neighbors in memory, do so as one (see
+only a microsecond. Here a layer launches five: the products compute the norm before them, and the gate or the sum after
+them; attention rotates, and writes to the cache. Of more rows than `Tiling.most_rows` torch computes the products,
+and a layer launches eight. Weights that multiply the same vectors, if they are neighbors in memory, do so as one (see
 `View`). Layers with weights in four or eight bits, or with an adapter of their own, are read as they are.
 """
 
@@ -46,8 +46,7 @@ class GpuStep:
     def __call__(self, rows: Rows, out: Tensor | None = None) -> Tensor:
         """Return logits_nV after each row's token, in `out` if given; see `decode_step`."""
         base, head, cache = self._base, self._model.get_output_embeddings(), self._cache
-        step, rotary_n, position_n, table_nw = DecodeStep(cache, rows), rows.encoded_n, rows.position_n, rows.table_nw
-        weight, like, n = base.embed_tokens.weight, base.norm.weight, len(rows.token_n)
+        step, weight, like, n = DecodeStep(cache, rows), base.embed_tokens.weight, base.norm.weight, len(rows.token_n)
         if n > self._rows:
             self._take_memory(n, like)
         x_nD, _, qkv, attended, gate_up, inner, _ = (part[:n] for part in self._memory)
@@ -55,18 +54,17 @@ class GpuStep:
             unpack(weight[rows.token_n], weight.quant_state.scale[rows.token_n], x_nD)
         else:
             torch.index_select(weight, 0, rows.token_n, out=x_nD)
-        rope = self._rope(table_nw.shape[1] * cache.page, like)
+        rope = self._rope(rows.table_nw.shape[1] * cache.page, like)
         epsilon = base.norm.variance_epsilon
         for index, layer in enumerate(base.layers):
             attention, mlp = layer.self_attn, layer.mlp
             self._products(x_nD, (attention.q_proj, attention.k_proj, attention.v_proj), qkv, layer.input_layernorm)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-            keys, values = cache.keys[index], cache.values[index]
-            gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, rotary_n, position_n, table_nw, keys, values)
-            query = qkv[:, : attended.shape[1]].view(n, -1, 1, attention.head_dim)
-            options = cache.geometry.attention[index]
-            found = step.attend_to(query, keys, values, options, attended.view(n, -1, attention.head_dim))
-            self._products(found.view(n, -1), (attention.o_proj,), x_nD, add=True)
+            turn, d = gpu.attention.Turn(qkv, rope, rows.encoded_n, norms, epsilon), attention.head_dim
+            query, out_nHd = qkv[:, : attended.shape[1]].view(n, -1, 1, d), attended.view(n, -1, d)
+            of_layer = cache.keys[index], cache.values[index], cache.geometry.attention[index]
+            step.by_kernel(query, *of_layer, out=out_nHd, turn=turn)
+            self._products(attended, (attention.o_proj,), x_nD, add=True)
             self._gated(x_nD, layer.post_attention_layernorm, mlp, gate_up, inner)
             self._products(inner, (mlp.down_proj,), x_nD, add=True)
         logits_nV = like.new_empty(n, len(head.weight)) if out is None else out

@@ -243,13 +243,10 @@ class DecodeStep(ForwardCache):
         attend = partial(masked_attention, position_nq=self._position[:, None], options=options)
         return absorbed(query, latents, module, attend)
 
-    def attend_to(
-        self, query: Tensor, keys: Tensor, values: Tensor, options: Options, out: Tensor | None = None
-    ) -> Tensor:
-        """Compute `attend` after the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d].
-        A kernel writes to `out`, if given."""
+    def attend_to(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> Tensor:
+        """Compute `attend` after the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d]."""
         if has_kernel(*self._cache.place, keys, values, query.shape[1] // keys.shape[2], options):
-            return self.by_kernel(query, keys, values, options, out=out)[:, None]
+            return self.by_kernel(query, keys, values, options)[:, None]
         return self.on_copies(query, keys, values, options)
 
     def by_kernel(self, query: Tensor, keys: Tensor, values: Tensor, options: Options, **more: Any) -> Tensor:

@@ -135,9 +135,11 @@ def flash_attn_varlen_func(
 
 def paged_attention(
     query, keys, values, table, position, scale, window, softcap, sinks, scratch, begins=None, longest=1, splits=None,
-    out=None,
+    out=None, turn=None,
 ):  # fmt: skip
     """hybrid_grpo.model.kernels.gpu.attention.paged_attention."""
+    if turn is not None:
+        query = _turned(query.shape[1], keys, values, table, position, turn)
     _check(all(x.stride(-1) == 1 for x in (keys, values, table)), "rows are contiguous")
     _check(table.dtype == torch.int32 and position.dtype == torch.int64, "types of the table and the positions")
     _check(query.dtype == keys.dtype == values.dtype and len(table) == len(position), "what belongs together")
@@ -152,6 +154,36 @@ def paged_attention(
         rows.append(part if sinks is None else with_sinks(part, lse.T, sinks))
     found = torch.cat(rows)
     return found if out is None else out.copy_(found)
+
+
+def exact(query, keys, values, table, position, begins, *options):
+    """The double of the kernel, in float64; it wants at least one entry."""
+    out = []
+    for row in range(len(table)):
+        a, b = (row, row + 1) if begins is None else begins[row : row + 2].tolist()
+        if position[row] < 0:
+            out.append(torch.zeros(b - a, query.shape[1], values.shape[-1], dtype=torch.float64))
+            continue
+        one = torch.tensor([0, b - a], dtype=torch.int32)
+        given = query[a:b].double(), keys.double(), values.double(), table[row : row + 1], position[row : row + 1]
+        out.append(paged_attention(*given, *options, {}, one, b - a))
+    return torch.cat(out)
+
+
+def _turned(heads, keys, values, table, position, turn):
+    """The rotated queries, once the new keys and values are in the cache."""
+    page, kv, d = keys.shape[1:]
+    parts = turn.qkv.view(len(position), -1, d).split([heads, kv, kv], dim=1)
+    cos, sin = turn.rope[turn.rotary][:, None].split(d, dim=-1)
+    turned = []
+    for x, weight in zip(parts, turn.norms or (None, None), strict=False):
+        if weight is not None:
+            x = (x.float() * (x.float().square().mean(-1, keepdim=True) + turn.epsilon).rsqrt()).to(x.dtype) * weight
+        first, second = x.chunk(2, dim=-1)
+        turned.append(x * cos + torch.cat([-second, first], -1) * sin)
+    place = table.gather(1, (position // page)[:, None])[:, 0].long(), position % page
+    keys[place], values[place] = turned[1], parts[2]
+    return turned[0]
 
 
 def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:

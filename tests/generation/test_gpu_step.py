@@ -27,14 +27,17 @@ pytestmark = pytest.mark.usefixtures("torch_only")
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Tensors count as on a GPU. Names of the kernels that are launched."""
+    """Tensors count as on a GPU, where a double attends if there is none. Names of the kernels that are launched."""
     launched = []
+    if DEVICE == "cpu":
+        monkeypatch.setattr(gpu.attention, "paged_attention", gpu_attention.paged_attention)
 
     def launch(kernel, grid, *arguments, **options):
         launched.append(kernel.__name__)
         launcher.launch(kernel, grid, *arguments, **options)
 
-    monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
+    for module in (launcher, paged_attention):
+        monkeypatch.setattr(module, "on_gpu", lambda _: True)
     for module in [module for name in gpu.__all__ if hasattr(module := getattr(gpu, name), "launch")]:
         monkeypatch.setattr(module, "launch", launch)
     return launched
@@ -86,7 +89,7 @@ def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warn
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="decoding LlamaForCausalLM is slower without a Triton kernel: its results"):
         assert fused_step(view, cache_of(view)).most_rows == 0
-    monkeypatch.setattr(gpu.rotation, "rotate_and_store", lambda *_: None)
+    monkeypatch.setattr(gpu.norm, "rms_norm", lambda *_: None)
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="decoding LlamaForCausalLM is slower without a Triton kernel: its results"):
         assert fused_step(view, cache_of(view)) is None
@@ -95,7 +98,7 @@ def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warn
     def failing(*_, **__):
         raise RuntimeError("Failed to find C compiler\nPlease specify one")
 
-    monkeypatch.setattr(gpu.rotation, "rotate_and_store", failing)
+    monkeypatch.setattr(gpu.norm, "rms_norm", failing)
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="slower without a Triton kernel: Failed to find C compiler$"):
         assert fused_step(view, cache_of(view)) is None
@@ -121,7 +124,7 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
     generate(model, requests, Sampling(1, **filters))  # the kernels of all layers are checked, gradients included
     kernels.clear()
     fast = logp_of_the_first_tokens(model)
-    expected = {"_sample", "_add_norm", "_rotate_and_store", "_silu_times", "_product", "_rotate"}
+    expected = {"_sample", "_add_norm", "_silu_times", "_product", "_rotate"}
     assert expected == set(kernels) - {"_attend"}
     steps = kernels.count("_sample")
     for module in (launcher, paged_attention):

@@ -53,7 +53,8 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     keys, head_weight = torch.empty(9, 256, 2, d, **half), torch.empty(d, **half)
     qkv, rope = torch.empty(n, 16 * d, **half), torch.empty(768, 2 * d, **half)
     for norms in (None, (head_weight, head_weight)):
-        gpu.rotation.rotate_and_store(qkv, norms, 1e-6, rope, numbers, numbers, table, keys, keys)
+        turn, query = gpu.attention.Turn(qkv, rope, numbers, norms, 1e-6), qkv[:, : 12 * d].view(n, 12, d)
+        gpu.attention.paged_attention(query, keys, keys, table, numbers, 0.1, 0, 0.0, None, {}, turn=turn)
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.empty(n, 151_936, dtype=dtype, device="meta")
         gpu.sampling.sample(logits, numbers, numbers, 1.25, 0, 1 << 23, 0, False, False)

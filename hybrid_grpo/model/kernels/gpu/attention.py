@@ -4,9 +4,15 @@ One program computes the query heads that share a key head, for one sequence. Wh
 programs share the entries of one, and the last of them to end adds up their parts. How many share is decided on the
 device from the length of each sequence, so that a captured CUDA graph serves all lengths.
 
+Where a decode step asks for it, the programs also rotate their queries, and one of each sequence's writes its new key
+and value to the cache before it reads them there.
+
 Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Pages: Kwon et al., arXiv:2309.06180. Splitting over the keys:
-Dao et al., "Flash-Decoding for long-context inference", 2023.
+Dao et al., "Flash-Decoding for long-context inference", 2023. Rotation: Su et al., arXiv:2104.09864, in the layout and
+with the roundings of transformers' Llama.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,6 +49,47 @@ def _tile(pool, place, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = first + tl.arange(0, BLOCK)
     there = inside[:, None] & (column < WIDTH)[None, :]
     return tl.load(pool + place[:, None] + column[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _inverse_rms(x, place, real, epsilon, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    part = _tile(x, place, real, 0, D, D0).to(tl.float32)
+    squares = tl.sum(part * part, 1)
+    if D1:
+        part = _tile(x, place, real, D0, D, D1).to(tl.float32)
+        squares += tl.sum(part * part, 1)
+    return tl.rsqrt(squares / D + epsilon)
+
+
+@triton.jit
+def _turned(x, place, real, first, turn, norm, inverse, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Load numbers `first` on of some heads, normed by `norm` and `inverse` and rotated by `turn`, [heads, BLOCK]."""
+    column = first + tl.arange(0, BLOCK)
+    other = tl.where(column < D // 2, column + D // 2, column - D // 2)
+    inside = column < D
+    there = real[:, None] & inside[None, :]
+    a = tl.load(x + place[:, None] + column[None, :], there, 0.0)
+    b = tl.load(x + place[:, None] + other[None, :], there, 0.0)
+    kind = a.dtype
+    if NORM:
+        a = (a.to(tl.float32) * inverse[:, None]).to(kind).to(tl.float32) * tl.load(norm + column, inside, 0.0)[None, :]
+        b = (b.to(tl.float32) * inverse[:, None]).to(kind).to(tl.float32) * tl.load(norm + other, inside, 0.0)[None, :]
+    cos, sin = tl.load(turn + column, inside, 0.0), tl.load(turn + D + column, inside, 0.0)
+    straight = (a.to(kind).to(tl.float32) * cos.to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    crossed = (b.to(kind).to(tl.float32) * sin.to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    return (straight + tl.where(column < D // 2, -crossed, crossed)).to(kind)
+
+
+@triton.jit
+def _store_new(
+    qkv, place, behind, to_key, to_value, one, first, turn, norm, inverse, D: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Store numbers `first` on of a new key, which is at `place`, and of its value, `behind` it."""
+    column = first + tl.arange(0, BLOCK)[None, :] + place[:, None] * 0
+    there = one[:, None] & (column < D)
+    tl.store(to_key + column, _turned(qkv, place, one, first, turn, norm, inverse, D, BLOCK, NORM), there)
+    tl.store(to_value + column, _tile(qkv, place + behind, one, first, D, BLOCK), there)
 
 
 @triton.jit
@@ -104,6 +151,7 @@ def _added(parts, used, part, real, V0: tl.constexpr, V1: tl.constexpr, QUERIES:
 def _attend(
     out, query, keys, values, table, position, begins, sinks, parts, arrived, query_token, query_head, table_stride,
     key_page, key_entry, key_head, value_page, value_entry, value_head, scale, softcap, window, least, splits,
+    rope, rotary, q_norm, k_norm, epsilon, TURN: tl.constexpr, NORM: tl.constexpr,
     RAGGED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -136,12 +184,33 @@ def _attend(
 
     if (split < used) | ((split == 0) & (tile * QUERIES < count * GROUP)):
         at_query = (first + token).to(tl.int64) * query_token + here * query_head
-        q0 = _tile(query, at_query, real, 0, D, D0)
+        if TURN:
+            turn, inverse = rope + tl.load(rotary + row) * 2 * D, tl.zeros([QUERIES], tl.float32)
+            if split == used - 1:
+                one, kv = tl.arange(0, QUERIES) == 0, tl.num_programs(1)
+                place = row.to(tl.int64) * query_token + (query_heads + head) * D + tl.zeros([QUERIES], tl.int64)
+                page = tl.load(table + row.to(tl.int64) * table_stride + start // PAGE).to(tl.int64)
+                to_key = keys + page * key_page + start % PAGE * key_entry + head * key_head
+                to_value = values + page * value_page + start % PAGE * value_entry + head * value_head
+                if NORM:
+                    inverse = _inverse_rms(query, place, one, epsilon, D, D0, D1)
+                _store_new(query, place, kv * D, to_key, to_value, one, 0, turn, k_norm, inverse, D, D0, NORM)
+                if D1:
+                    _store_new(query, place, kv * D, to_key, to_value, one, D0, turn, k_norm, inverse, D, D1, NORM)
+                # All threads have stored before any reads.
+                tl.debug_barrier()
+            if NORM:
+                inverse = _inverse_rms(query, at_query, real, epsilon, D, D0, D1)
+            q0 = _turned(query, at_query, real, 0, turn, q_norm, inverse, D, D0, NORM)
+            if D1:
+                q1 = _turned(query, at_query, real, D0, turn, q_norm, inverse, D, D1, NORM)
+        else:
+            q0 = _tile(query, at_query, real, 0, D, D0)
+            if D1:
+                q1 = _tile(query, at_query, real, D0, D, D1)
         highest = tl.full([QUERIES], -1e30, tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         acc0, acc1 = tl.zeros([QUERIES, V0], tl.float32), tl.zeros([QUERIES, max(V1, 16)], tl.float32)
-        if D1:
-            q1 = _tile(query, at_query, real, D0, D, D1)
         for block in range(begin + split * share, begin + tl.minimum((split + 1) * share, blocks)):
             entry = block * ENTRIES + tl.arange(0, ENTRIES)
             inside = entry < end
@@ -239,10 +308,24 @@ def _begin_together(keys: Tensor, values: Tensor) -> bool:
     return same_memory and (keys.storage_offset(), keys.stride()) == (values.storage_offset(), values.stride())
 
 
+class Turn(NamedTuple):
+    """What a decode step attends with: products that are still to be normed and rotated, and to come into the cache."""
+
+    qkv: Tensor
+    """[n, (heads + 2 * kv) * d], contiguous: queries, keys and values beside each other."""
+    rope: Tensor
+    """Cosines and sines of every position, [positions, 2 * d]."""
+    rotary: Tensor
+    """int64 [n], the positions in `rope`."""
+    norms: tuple[Tensor, Tensor] | None = None
+    """Weights [d] of the RMS norms of the heads of queries and keys, for models that have them."""
+    epsilon: float = 0.0
+
+
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: Tensor, scale: float, window: int,
     softcap: float, sinks: Tensor | None, scratch: Scratch, begins: Tensor | None = None, longest: int = 1,
-    splits: int | None = None, least: int | None = None, out: Tensor | None = None,
+    splits: int | None = None, least: int | None = None, out: Tensor | None = None, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the causal attention of the last tokens of sequences, whose keys and values are in the cache already.
     Returns [N, heads, value_dim]; zeros for a sequence without entries.
@@ -258,6 +341,7 @@ def paged_attention(
         begins: int32 [n + 1], the offsets of each sequence's first query; `longest`: the most queries of a sequence.
         splits: most programs that share a sequence; `least`: the least entries of each. Default: what keeps a GPU busy.
         out: contiguous memory for the result.
+        turn: `query` is a part of its products, and the entry at `position` is still to be written.
     """
     (_, heads, d), (_, page, kv, v) = query.shape, values.shape
     n, group = len(table), heads // kv
@@ -275,12 +359,14 @@ def paged_attention(
     shares = v == v0 == d0 and _begin_together(keys, values)
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
+    _, rope, rotary, norms, epsilon = turn or Turn(query, query, position)
     parts, arrived = room(scratch, queries * (v0 + v1 + 2), query.device) if splits > 1 else (out, table)
     launch(
         _attend, (n * splits, kv, tiles), out, query, keys, values, table, position,
         table if begins is None else begins, out if sinks is None else sinks, parts, arrived,
         query.stride(0), query.stride(1), table.stride(0), *keys.stride()[:3], *values.stride()[:3],
-        scale, softcap, window, max(1, least // entries), splits,
+        scale, softcap, window, max(1, least // entries), splits, rope, rotary, *(norms or (rope, rope)), epsilon,
+        TURN=turn is not None, NORM=norms is not None,
         RAGGED=begins is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0, WINDOW=window > 0,
         SHARED=shares, GROUP=group, PAGE=page, QUERIES=queries, ENTRIES=entries,
         AT_ONCE=at_once, D=d, D0=d0, D1=d1, V=v, V0=v0, V1=v1,
