@@ -21,12 +21,9 @@ def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = Tr
     begins or, after a message of the assistant, where that message ends. Raises any error of the template."""
     continued = generation and chat[-1]["role"] == "assistant"
     return _rendered(
-        tokenizer,
-        formed(tokenizer, chat),
-        add_generation_prompt=generation and not continued,
-        continue_final_message=continued,
-        **variables,
-    )
+        tokenizer, formed(tokenizer, chat), add_generation_prompt=generation and not continued,
+        continue_final_message=continued, **variables,
+    )  # fmt: skip
 
 
 def _rendered(tokenizer: Any, chat: list[Message], **variables: Any) -> str:

@@ -48,8 +48,8 @@ class Decoder:
         self._has_offsets = has_offsets
         self._fused: Any = fused_step(model, cache)
         if self._fused is None and any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
-            slow = f"{type(model).__name__} has no step by kernels, so that packed weights are unpacked at every token"
-            warnings.warn(f"rollout.weights is slow: {slow}: set it to merged", stacklevel=2)
+            slow = f"packed weights are slow: {type(model).__name__} has no step by kernels that reads them"
+            warnings.warn(f"{slow}: set rollout.weights to merged", stacklevel=2)
         self._state_6n = torch.zeros(6, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0

@@ -1,7 +1,7 @@
 """Finds out what a model caches of a token, with a forward in which a probe stands in for the cache."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -12,19 +12,22 @@ from torch.utils._pytree import tree_leaves
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.cache import ForwardCache, Geometry, cached_forward
 from hybrid_grpo.generation.state_pool import StateShape
-from hybrid_grpo.model.eight_bits import unpacked_bytes
+from hybrid_grpo.model.eight_bits import Int8Linear, unpacked_sizes
 from hybrid_grpo.model.ragged_attention import Options
 from hybrid_grpo.model.routing import RoutingProbe, install_routers
 from hybrid_grpo.model.runs import Runs
 
-_PROBE_TOKENS = 64
+_PROBE_TOKENS = 67
+"""Storages of a multiple of this are hardly any weights."""
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of all live storages except those of `known` tensors, and their peak since the last `mark`."""
+    """Counts the bytes of all live storages, except those of `known` tensors and of some `sizes`, and their peak since
+    the last `mark`."""
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], sizes: Collection[int] = ()) -> None:
         super().__init__()
+        self._sizes = sizes
         self.live = self.peak = 0
         self._seen = {tensor.untyped_storage()._cdata for tensor in known}
 
@@ -32,7 +35,7 @@ class MemoryTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
             key, size = storage._cdata, storage.nbytes()
-            if key not in self._seen:
+            if key not in self._seen and size not in self._sizes:
                 self._seen.add(key)
                 self.live += size
                 self.peak = max(self.peak, self.live)
@@ -56,12 +59,13 @@ def geometry_of(model: Any) -> Geometry:
     device = next(model.parameters()).device
     seen = _ShapeProbe(type(model).__name__, device)
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
-    with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
+    # What is unpacked of a weight is not there when the other numbers are most.
+    sizes, known = unpacked_sizes(model.base_model, Int8Linear), (*model.parameters(), *model.buffers(), ids)
+    with torch.no_grad(), MemoryTracker(known, sizes) as tracker:
         cached_forward(model.base_model, ids, ids, seen)
-    of_layers, unpacked = (unpacked_bytes(module, seen.dtype) for module in (model.base_model, model))
     return Geometry(
         shapes=tuple(seen.shapes), dtype=seen.dtype, attention=tuple(seen.attention),
-        reading=-(-max(0, tracker.peak - of_layers) // _PROBE_TOKENS), unpacked=unpacked, shared=tuple(seen.layers),
+        reading=-(-tracker.peak // _PROBE_TOKENS), unpacked=max(unpacked_sizes(model)), shared=tuple(seen.layers),
         latents=seen.latents, states=tuple(seen.states), experts=seen.routes.shape,
     )  # fmt: skip
 

@@ -40,9 +40,11 @@ class Int8Linear(nn.Linear):
     """A linear layer whose weight is an `Int8Weight`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        every = [slice(first, first + _AT_ONCE) for first in range(0, self.out_features, _AT_ONCE)]
-        parts = ((rows_of(self.weight, rows), None if self.bias is None else self.bias[rows]) for rows in every)
-        return torch.cat([nn.functional.linear(x, *part) for part in parts], dim=-1)
+        out = x.new_empty(*x.shape[:-1], len(self.weight))
+        for rows in (slice(first, first + _AT_ONCE) for first in range(0, len(self.weight), _AT_ONCE)):
+            bias = None if self.bias is None else self.bias[rows]
+            out[..., rows] = nn.functional.linear(x, rows_of(self.weight, rows), bias)
+        return out
 
 
 def quantize(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -73,15 +75,15 @@ def rows_of(weight: Tensor, rows: slice | Tensor) -> Tensor:
     return unpack(codes, form.scale[rows], torch.empty(codes.shape, dtype=form.dtype, device=codes.device))
 
 
-def unpacked(weight: Any) -> Tensor:
-    """Return a weight in full, which may be in eight bits, or in four."""
+def unpacked(weight: Any, out: Tensor | None = None) -> Tensor:
+    """Return a weight in full, which may be in eight bits or in four, in `out` if that is given."""
     if isinstance(weight, Int8Weight):
-        return rows_of(weight, slice(None))
-    if not hasattr(weight, "quant_state"):
-        return weight
-    from bitsandbytes.functional import dequantize_4bit
+        return rows_of(weight, slice(None)) if out is None else unpack(weight.data, weight.quant_state.scale, out)
+    if hasattr(weight, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(weight.data, weight.quant_state)
+        weight = dequantize_4bit(weight.data, weight.quant_state)
+    return weight if out is None else out.copy_(weight)
 
 
 def tables_of(model: Any) -> list[Any]:
@@ -128,11 +130,14 @@ def eight_bit_layers(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     ]
 
 
-def unpacked_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the most bytes that a forward takes for a weight which it unpacks."""
-    linears = [m for m in module.modules() if isinstance(m, nn.Linear) and hasattr(m.weight, "quant_state")]
-    rows = [min(m.out_features, _AT_ONCE) if isinstance(m, Int8Linear) else m.out_features for m in linears]
-    return dtype.itemsize * max([0, *(n * linear.in_features for n, linear in zip(rows, linears, strict=True))])
+def unpacked_sizes(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> set[int]:
+    """Return how many bytes layers of a `kind` take at once for weights that they unpack, and 0."""
+    sizes = {0}
+    for layer in (m for m in module.modules() if isinstance(m, kind)):
+        if (form := getattr(getattr(layer, "weight", None), "quant_state", None)) is not None:
+            rows, most = form.shape[0], _AT_ONCE if isinstance(layer, Int8Linear) else form.shape[0]
+            sizes |= {form.dtype.itemsize * n * form.shape[1] for n in (min(rows, most), rows % most)}
+    return sizes
 
 
 def check_weights(weights: str, config: Any) -> None:

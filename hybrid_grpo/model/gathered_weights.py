@@ -140,7 +140,7 @@ class View:
             if weight not in places:
                 places[weight] = form if copies else memory(weight, form.numel(), form.dtype).view(form.shape)
             if form.is_meta:
-                whole[weight] = places[weight].copy_(unpacked(weight))
+                whole[weight] = unpacked(weight, places[weight])
                 if not self.keeps:
                     self._away[weight] = self._away[weight] if weight in self._away else weight.data.cpu()
                     weight.data = weight.data.new_empty(0)

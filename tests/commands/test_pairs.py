@@ -75,11 +75,7 @@ def test_completions_that_are_all_too_long_are_refused(data):
 
 
 @pytest.mark.parametrize("bad", [
-    None,
-    7,
-    [],
-    [{"role": "user", "content": "a"}],
-    [{"role": "assistant", "content": None}],
+    None, 7, [], [{"role": "user", "content": "a"}], [{"role": "assistant", "content": None}],
     [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
 ])  # fmt: skip
 def test_a_row_that_has_no_completion_is_named(data, bad):

@@ -41,20 +41,18 @@ def header(width, height):
 
 REFUSED = {
     "truncated.jpg": (JPEG[: len(JPEG) // 2], "is cut off|is broken"),
-    "truncated.png": (PNG[:-20], "is cut off, its file has no end"),
-    "head only.png": (PNG[:20], "is broken"),
+    "truncated.png": (PNG[:-20], "is cut off, its file has no end"), "head only.png": (PNG[:20], "is broken"),
     "bomb.png": (header(100_000, 100_000), "has too many pixels"),
     "large.png": (header(9_000, 9_000), "has 9000 x 9000 pixels, more than 64 million"),
     "strip.png": (header(5_000, 3), "has 5000 x 3 pixels, a side more than 200 times the other"),
-    "nothing.png": (b"", "is empty"),
-    "zeros.png": (bytes(4096), "is no picture that is read, or is broken"),
+    "nothing.png": (b"", "is empty"), "zeros.png": (bytes(4096), "is no picture that is read, or is broken"),
     "text.png": (b"not a picture", "is no picture that is read, or is broken"),
     "drawing.svg": (b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "is a vector graphic"),
     "page.pdf": (b"%PDF-1.7\n%%EOF", "is no picture that is read, or is broken"),
     "page.html": (b"<html>404</html>", "is no picture that is read, or is broken"),
     "icon.ico": (saved(WHITE, "ICO"), "is no picture that is read, or is broken"),
     "half.gif": (saved(pictures()[3].convert("P"), "GIF")[:-40], "is cut off, its file has no end"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

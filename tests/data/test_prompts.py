@@ -69,11 +69,8 @@ WITH_SYSTEM = ids("<bos>", "<system>", "Be kind.", "<user>", "Hi?", "<assistant>
 
 
 @pytest.mark.parametrize("settings, prompt, text, token_ids", [
-    ({}, "Hi?", "Hi?", TEXT),
-    ({}, CHAT, CHAT, ASKED),
-    ({"chat_template": "always"}, "Hi?", "Hi?", ASKED),
-    ({"chat_template": "always"}, CHAT, CHAT, ASKED),
-    ({"chat_template": "never"}, "Hi?", "Hi?", TEXT),
+    ({}, "Hi?", "Hi?", TEXT), ({}, CHAT, CHAT, ASKED), ({"chat_template": "always"}, "Hi?", "Hi?", ASKED),
+    ({"chat_template": "always"}, CHAT, CHAT, ASKED), ({"chat_template": "never"}, "Hi?", "Hi?", TEXT),
     ({"system_prompt": "Be kind."}, "Hi?", [SYSTEM, *CHAT], WITH_SYSTEM),
     ({"system_prompt": "Be kind."}, CHAT, [SYSTEM, *CHAT], WITH_SYSTEM),
 ])  # fmt: skip

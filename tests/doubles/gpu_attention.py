@@ -156,20 +156,6 @@ def paged_attention(
     return found if out is None else out.copy_(found)
 
 
-def exact(query, keys, values, table, position, begins, *options):
-    """The double of the kernel, in float64; it wants at least one entry."""
-    out = []
-    for row in range(len(table)):
-        a, b = (row, row + 1) if begins is None else begins[row : row + 2].tolist()
-        if position[row] < 0:
-            out.append(torch.zeros(b - a, query.shape[1], values.shape[-1], dtype=torch.float64))
-            continue
-        one = torch.tensor([0, b - a], dtype=torch.int32)
-        given = query[a:b].double(), keys.double(), values.double(), table[row : row + 1], position[row : row + 1]
-        out.append(paged_attention(*given, *options, {}, one, b - a))
-    return torch.cat(out)
-
-
 def _turned(heads, keys, values, table, position, turn):
     """The rotated queries, once the new keys and values are in the cache."""
     page, kv, d = keys.shape[1:]
@@ -178,7 +164,7 @@ def _turned(heads, keys, values, table, position, turn):
     turned = []
     for x, weight in zip(parts, turn.norms or (None, None), strict=False):
         if weight is not None:
-            x = (x.float() * (x.float().square().mean(-1, keepdim=True) + turn.epsilon).rsqrt()).to(x.dtype) * weight
+            x = (x * (x.double().square().mean(-1, keepdim=True) + turn.epsilon).rsqrt()).to(x.dtype) * weight
         first, second = x.chunk(2, dim=-1)
         turned.append(x * cos + torch.cat([-second, first], -1) * sin)
     place = table.gather(1, (position // page)[:, None])[:, 0].long(), position % page

@@ -16,6 +16,7 @@ from hybrid_grpo.generation.shape_probe import MemoryTracker, geometry_of
 from hybrid_grpo.generation.state_pool import StatePool, StateShape
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION, Segments
+from hybrid_grpo.model.gathered_weights import View, meta_copy
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -105,7 +106,10 @@ def test_what_a_prefill_takes_is_measured_in_the_first_forward(architecture):
     batch = Segments([(0, 200)], [(0, 0)], ids.device)
     with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
         model.base_model(input_ids=ids, position_ids=torch.arange(200)[None], use_cache=False, batch=batch)
-    assert geometry_of(model).reading == pytest.approx(tracker.peak / 200, rel=0.3)
+    packed = View(model, meta_copy(model, ATTENTION), False, ids.device, weights="int8")
+    packed.gather()
+    for of in (model, packed.module):
+        assert geometry_of(of).reading == pytest.approx(tracker.peak / 200, rel=0.3)
 
 
 def test_on_a_gpu_the_cache_leaves_room_for_a_prefill_the_logits_and_the_graphs(monkeypatch):

@@ -19,6 +19,7 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.gathered_weights import View, meta_copy
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu import launcher
+from hybrid_grpo.model.kernels.gpu.attention import paged_attention as attend
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.lora import Adapters
 
@@ -27,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("torch_only")
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Tensors count as on a GPU, where a double attends if there is none. Names of the kernels that are launched."""
+    """Tensors count as on a GPU, and a double attends, over many entries. Names of the kernels that are launched."""
     launched = []
-    if DEVICE == "cpu":
-        monkeypatch.setattr(gpu.attention, "paged_attention", gpu_attention.paged_attention)
+    monkeypatch.setattr(gpu.attention, "_MOST_SPLITS", 2)  # the interpreter runs one program after the other
+    monkeypatch.setattr(gpu.attention, "paged_attention", gpu_attention.paged_attention)
 
     def launch(kernel, grid, *arguments, **options):
         launched.append(kernel.__name__)
@@ -74,13 +75,14 @@ def test_adapters_and_weights_in_four_bits_are_multiplied_as_they_are(four_bits,
 
 
 @torch.inference_mode()
-def test_weights_in_eight_bits_are_multiplied_as_they_are(kernels):
-    """By kernels for any number of rows, those on the same input as one; two layers and the head, at four positions."""
-    model = build(tiny_config("qwen2", 64))
+def test_weights_in_eight_bits_are_multiplied_as_they_are(kernels, monkeypatch):
+    """By kernels for any number of rows, those on the same input as one; a layer and the head, at four positions."""
+    monkeypatch.setattr(gpu.attention, "paged_attention", attend)
+    model = build(tiny_config("qwen3", 64, layers=1, max_position_embeddings=8))
     view = View(model, meta_copy(model, ATTENTION), False, torch.device(DEVICE), neighbors=True, weights="int8")
     view.gather()
     assert isinstance(fused_step(view.module, cache_of(view.module)), GpuStep)
-    assert kernels.count("_product") == 4 * (2 * (2 * 4 + 1) + 2 * 4)
+    assert kernels.count("_product") == 4 * (2 * (4 + 1) + 4) and "_attend" in kernels
 
 
 @torch.inference_mode()
@@ -162,7 +164,7 @@ def test_turns_with_the_kernel_for_pages_are_those_without(architecture, kernels
     expected_tokens, expected_logp = completions()
     assert "_attend" not in kernels
     monkeypatch.setattr(paged_attention, "on_gpu", lambda _: True)
-    monkeypatch.setattr(gpu.attention, "_MOST_SPLITS", 2)  # the interpreter runs one program after the other
+    monkeypatch.setattr(gpu.attention, "paged_attention", attend)
     tokens, logp = completions()
     assert kernels.count("_attend") > 20
     assert tokens == expected_tokens

@@ -86,14 +86,15 @@ def test_eight_bits_are_those_of_whole_weights_and_leave_the_way_for_exact_ones(
         made.gather()
         parts = [module[name] for name in ("q_proj", "k_proj", "v_proj")]
         for name, part in zip("qkv", parts, strict=True):
-            weight, rounded = whole[f"{name}_proj.weight"], part.weight * part.scale[:, None]
+            weight, rounded = whole[f"{name}_proj.weight"], part.weight * part.weight.quant_state.scale[:, None]
             assert ((rounded - weight).abs() <= weight.abs().amax(1, keepdim=True).float() / 254 + 1e-6).all()
             assert part.weight.dtype == torch.int8 and (part.weight.abs().amax(1) == 127).all() == (name != "q")
             expected = nn.functional.linear(x, rounded.bfloat16(), whole[f"{name}_proj.bias"])
             torch.testing.assert_close(part(x), expected, rtol=0, atol=0)
-        for kind in ("weight", "scale", *(["bias"] if world == 1 else [])):  # shards of biases are padded
-            joined = view.joined([getattr(part, kind) for part in parts])
-            assert torch.equal(joined, torch.cat([getattr(part, kind) for part in parts]))
+        scales = [part.weight.quant_state.scale for part in parts]
+        biases = [[part.bias for part in parts]] if world == 1 else []  # shards of biases are padded
+        for group in ([part.weight for part in parts], scales, *biases):
+            assert torch.equal(view.joined(group), torch.cat(group))
         seen.add(module.q_proj.weight.data_ptr())
         # Too short for the kernels, and the head.
         assert torch.equal(module.o_proj.weight, whole["o_proj.weight"]) and module.head.weight.dtype == torch.bfloat16

@@ -172,13 +172,9 @@ def _llava(name: str, tokenizer: Any) -> tuple[Any, Any]:
 
 FAMILIES: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), ("qwen", _qwen)),
-    "gemma3": ("gemma", _gemma3),
-    "gemma4": ("gemma4", _gemma4),
-    "smolvlm": ("smol", _smol),
-    "idefics3": ("smol", _smol),
-    "mistral3": ("mistral", _mistral3),
-    "llava": ("llava", _llava),
-}
+    "gemma3": ("gemma", _gemma3), "gemma4": ("gemma4", _gemma4), "smolvlm": ("smol", _smol),
+    "idefics3": ("smol", _smol), "mistral3": ("mistral", _mistral3), "llava": ("llava", _llava),
+}  # fmt: skip
 
 
 def make_seeing(name: str, folder: Path) -> Any:

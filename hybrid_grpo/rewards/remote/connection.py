@@ -96,12 +96,10 @@ class Client:
         """Post the request until `read`, which may raise AttemptError, accepts the answer, and return what it returns.
         Raise RuntimeError when all attempts are used up."""
         attempts = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self._settings.retries + 1),
-            wait=self._wait_s,
+            stop=tenacity.stop_after_attempt(self._settings.retries + 1), wait=self._wait_s,
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, AttemptError) and error.retry),
-            sleep=asyncio.sleep,
-            reraise=True,
-        )
+            sleep=asyncio.sleep, reraise=True,
+        )  # fmt: skip
         try:
             return await attempts(self._attempt, body, read)
         except AttemptError as error:

@@ -118,12 +118,9 @@ async def _run(command: list[str], task: dict[str, Any], variables: dict[str, st
     """Run a program, with the task as JSON on its standard input. Its reward is the last line that it writes, if that
     is JSON: a number or an object. Raises RuntimeError if it fails."""
     program = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **variables},
-    )
+    )  # fmt: skip
     try:
         out, err = await program.communicate(json.dumps(task, default=str).encode())
     except asyncio.CancelledError:

@@ -114,13 +114,8 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "done": bool,
     "state": _checked_state,
 }
-_EVENTS = {
-    "begin": ["said"],
-    "call": ["said"],
-    "step": ["said", "reward", "done"],
-    "end": ["reward", "state"],
-    "close": [],
-}
+_EVENTS: dict[str, list[str]] = {"begin": ["said"], "call": ["said"], "step": ["said", "reward", "done"]}
+_EVENTS |= {"end": ["reward", "state"], "close": []}
 """The fields of each request's result. The result of the last step also has an `end`."""
 
 

@@ -242,12 +242,8 @@ def test_rewards_are_waited_for_max_wait_s_after_the_last_completion(capfd, isol
 
 
 @pytest.mark.parametrize("spans, seconds", [
-    ([], 0.0),
-    ([(1.0, 3.0)], 2.0),
-    ([(4.0, 5.0), (1.0, 3.0)], 3.0),
-    ([(1.0, 3.0), (2.0, 4.5)], 3.5),
-    ([(1.0, 9.0), (2.0, 3.0), (8.0, 10.0)], 9.0),
-    ([(1.0, 2.0), (1.0, 2.0)], 1.0),
+    ([], 0.0), ([(1.0, 3.0)], 2.0), ([(4.0, 5.0), (1.0, 3.0)], 3.0), ([(1.0, 3.0), (2.0, 4.5)], 3.5),
+    ([(1.0, 9.0), (2.0, 3.0), (8.0, 10.0)], 9.0), ([(1.0, 2.0), (1.0, 2.0)], 1.0),
 ])  # fmt: skip
 def test_seconds_in_which_anything_ran(spans, seconds) -> None:
     assert busy_seconds(Reply([], [], spans=[span]) for span in spans) == seconds

@@ -53,13 +53,10 @@ def refusal(url: str, **settings: Any) -> str:
 def test_the_form_of_openrlhf():
     with Service(lengths) as service:
         rewards = ask(
-            service.url,
-            ["2+2=", CHAT],
-            ["4", [{"role": "assistant", "content": "four"}]],
-            {"gold": ["4", "four"], "level": [1, 2], "path": ["a", None]},
-            label_column="gold",
+            service.url, ["2+2=", CHAT], ["4", [{"role": "assistant", "content": "four"}]],
+            {"gold": ["4", "four"], "level": [1, 2], "path": ["a", None]}, label_column="gold",
             columns=["level", "completion_ids"],
-        )
+        )  # fmt: skip
         (asked,) = service.asked
     assert asked.path == "/get_reward"
     assert asked.headers["content-type"] == "application/json"

@@ -343,13 +343,10 @@ def test_a_container_s_limit_bounds_what_is_free(monkeypatch, tmp_path):
 def test_the_command_prints_the_plan_of_ranks_and_devices_that_are_not_here(tmp_path: Path):
     make_task(tmp_path)
     settings = {
-        "policy.model": tmp_path / "model",
-        "data.path": tmp_path / "train.jsonl",
-        "rewards": "[{function: exact_match}]",
-        "rollout.max_completion_tokens": 8,
-        "plan.world_size": 4,
+        "policy.model": tmp_path / "model", "data.path": tmp_path / "train.jsonl",
+        "rewards": "[{function: exact_match}]", "rollout.max_completion_tokens": 8, "plan.world_size": 4,
         "plan.gpu": "l40s",
-    }
+    }  # fmt: skip
 
     options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     done = forks.run("-m", "hybrid_grpo", "plan", *options)

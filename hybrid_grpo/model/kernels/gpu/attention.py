@@ -188,15 +188,15 @@ def _attend(
             turn, inverse = rope + tl.load(rotary + row) * 2 * D, tl.zeros([QUERIES], tl.float32)
             if split == used - 1:
                 one, kv = tl.arange(0, QUERIES) == 0, tl.num_programs(1)
-                place = row.to(tl.int64) * query_token + (query_heads + head) * D + tl.zeros([QUERIES], tl.int64)
-                page = tl.load(table + row.to(tl.int64) * table_stride + start // PAGE).to(tl.int64)
-                to_key = keys + page * key_page + start % PAGE * key_entry + head * key_head
-                to_value = values + page * value_page + start % PAGE * value_entry + head * value_head
+                new = row.to(tl.int64) * query_token + (query_heads + head) * D + tl.zeros([QUERIES], tl.int64)
+                own = tl.load(table + row.to(tl.int64) * table_stride + start // PAGE).to(tl.int64)
+                to_key = keys + own * key_page + start % PAGE * key_entry + head * key_head
+                to_value = values + own * value_page + start % PAGE * value_entry + head * value_head
                 if NORM:
-                    inverse = _inverse_rms(query, place, one, epsilon, D, D0, D1)
-                _store_new(query, place, kv * D, to_key, to_value, one, 0, turn, k_norm, inverse, D, D0, NORM)
+                    inverse = _inverse_rms(query, new, one, epsilon, D, D0, D1)
+                _store_new(query, new, kv * D, to_key, to_value, one, 0, turn, k_norm, inverse, D, D0, NORM)
                 if D1:
-                    _store_new(query, place, kv * D, to_key, to_value, one, D0, turn, k_norm, inverse, D, D1, NORM)
+                    _store_new(query, new, kv * D, to_key, to_value, one, D0, turn, k_norm, inverse, D, D1, NORM)
                 # All threads have stored before any reads.
                 tl.debug_barrier()
             if NORM:
@@ -309,16 +309,17 @@ def _begin_together(keys: Tensor, values: Tensor) -> bool:
 
 
 class Turn(NamedTuple):
-    """What a decode step attends with: products that are still to be normed and rotated, and to come into the cache."""
+    """What a decode step attends with: products that are still to be normed and rotated, and to come into the cache.
+
+    qkv: [n, (heads + 2 * kv) * d], contiguous: queries, keys and values beside each other.
+    rope: cosines and sines of every position, [positions, 2 * d]; rotary: int64 [n], the positions in it.
+    norms: weights [d] of the RMS norms of the heads of queries and keys, for models that have them.
+    """
 
     qkv: Tensor
-    """[n, (heads + 2 * kv) * d], contiguous: queries, keys and values beside each other."""
     rope: Tensor
-    """Cosines and sines of every position, [positions, 2 * d]."""
     rotary: Tensor
-    """int64 [n], the positions in `rope`."""
     norms: tuple[Tensor, Tensor] | None = None
-    """Weights [d] of the RMS norms of the heads of queries and keys, for models that have them."""
     epsilon: float = 0.0
 
 

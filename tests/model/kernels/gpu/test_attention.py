@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
+import gpu_attention
 import pytest
 import torch
-from gpu_attention import exact
 from gpu_kernels import DEVICE, DTYPES, cases
 
 from hybrid_grpo.model.kernels.gpu import attention, tilings
@@ -15,6 +15,20 @@ WORST = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # (head_dim, value_dim): a power of two, two of them, more than that, latents.
 WIDTHS = [(8, 8), (16, 16), (24, 24), (64, 64), (80, 80), (96, 96), (128, 128), (128, 128), (192, 128), (24, 64)]
 LATENTS = [(24, 16), (80, 64), (576, 512)]
+
+
+def exact(query, keys, values, table, position, begins, *options):
+    """The double of the kernel, in float64; it wants at least one entry."""
+    out = []
+    for row in range(len(table)):
+        a, b = (row, row + 1) if begins is None else begins[row : row + 2].tolist()
+        if position[row] < 0:
+            out.append(torch.zeros(b - a, query.shape[1], values.shape[-1], dtype=torch.float64))
+            continue
+        one = torch.tensor([0, b - a], dtype=torch.int32)
+        given = query[a:b].double(), keys.double(), values.double(), table[row : row + 1], position[row : row + 1]
+        out.append(gpu_attention.paged_attention(*given, *options, {}, one, b - a))
+    return torch.cat(out)
 
 
 @pytest.mark.parametrize("case", cases(12))
