@@ -30,7 +30,7 @@ def test_rotation_and_cache_write(case, seeded):
     before, options = [pool.clone() for pool in pools], (d**-0.5, rng.choice([0, 7]), 0.0, None)
 
     def attend(function, qkv, rope, norms, pools, **how):
-        turn = Turn(qkv, rope, position, norms, 1e-6)
+        turn = Turn(qkv, rope, position, norms, 0.1)
         return function(qkv.view(n, -1, d)[:, :heads], *pools, table, position, *options, {}, turn=turn, **how)
 
     exact = [pool.double() for pool in pools]
