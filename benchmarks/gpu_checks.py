@@ -77,7 +77,7 @@ def _decoding_attention(bench: Bench) -> dict[str, Any]:
     expected = step.on_copies(query.float(), keys.float(), values.float(), options)[:, 0]
     gaps = {"used": seen, "entries": context}
     for most in (1, None):
-        out = step.by_kernel(query, keys, values, options, splits=most)
+        out = step.by_kernel(query, keys, values, options, budget=most)
         gaps[f"gap, {f'{most} split' if most else 'splits by default'}"] = _gap(out, expected)
     return gaps
 

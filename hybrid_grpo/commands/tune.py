@@ -101,9 +101,8 @@ class Layer:
         table = torch.arange(len(keys), dtype=torch.int32, device=self.device).view(n, -1)
         last = torch.full((n,), self._entries // n - 1, device=self.device)
         query = self._random(n, self._hidden // 128, 128)
-        return partial(
-            gpu.attention.paged_attention, query, keys, values, table, last, 128**-0.5, 0, 0.0, None, self._scratch
-        )
+        given = query, keys, values, table, last, 128**-0.5, 0, 0.0, None, self._scratch
+        return partial(gpu.attention.paged_attention, *given, schedules={})
 
     def products(self, n: int, *, by_kernel: bool) -> Work:
         """All products of `n` rows, with norms, gate and sums, which the work returns."""

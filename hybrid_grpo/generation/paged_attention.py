@@ -195,6 +195,7 @@ class DecodeStep(ForwardCache):
     def __init__(self, cache: PagedCache, rows: Rows) -> None:
         self._cache, self._table, self._position, self._read = cache, rows.table_nw, rows.position_n, rows.read
         self._layers = iter(cache.geometry.layers)
+        self._schedules: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @cached_property
     def _written(self) -> tuple[Tensor, Tensor]:
@@ -253,8 +254,9 @@ class DecodeStep(ForwardCache):
         """Compute `attend_to` by a kernel that reads only the entries that each sequence has; [n, heads, d]. For `more`
         see `gpu.attention.paged_attention`."""
         return gpu.attention.paged_attention(
-            query[:, :, 0], keys, values, self._table, self._position, *options, self._cache.scratch, **more
-        )
+            query[:, :, 0], keys, values, self._table, self._position, *options, self._cache.scratch,
+            schedules=self._schedules, **more,
+        )  # fmt: skip
 
     def on_copies(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> Tensor:
         """Compute `attend_to` in torch."""
@@ -290,8 +292,8 @@ def _kernel_agrees(
     worst = ROUNDING if dtype.itemsize == 2 else 1e-4
     for k_pool, v_pool in ((keys, values), *([(keys, keys[..., :v])] if v < d else [])):
         expected = step.on_copies(query, k_pool, v_pool, options)[:, 0].float()
-        for splits in (1, None):
-            found = step.by_kernel(query, k_pool, v_pool, options, splits=splits).float()
+        for budget in (1, None):
+            found = step.by_kernel(query, k_pool, v_pool, options, budget=budget).float()
             if not (found - expected).norm() < worst * expected.norm():
                 return False
     return True

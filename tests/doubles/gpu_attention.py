@@ -134,8 +134,8 @@ def flash_attn_varlen_func(
 
 
 def paged_attention(
-    query, keys, values, table, position, scale, window, softcap, sinks, scratch, begins=None, longest=1, splits=None,
-    out=None, turn=None,
+    query, keys, values, table, position, scale, window, softcap, sinks, scratch, begins=None, longest=1, budget=None,
+    out=None, turn=None, schedules=None,
 ):  # fmt: skip
     """hybrid_grpo.model.kernels.gpu.attention.paged_attention."""
     if turn is not None:

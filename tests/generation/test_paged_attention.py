@@ -219,8 +219,8 @@ def test_a_kernel_for_pages_that_is_wrong_is_not_taken(monkeypatch):
     def later(query, keys, values, table, position, *rest, **more):
         return gpu_attention.paged_attention(query, keys, values, table, position - 1, *rest, **more)
 
-    def halved(*given, splits=1, **more):
-        return gpu_attention.paged_attention(*given, **more) * (1.0 if splits == 1 else 0.5)
+    def halved(*given, budget=1, **more):
+        return gpu_attention.paged_attention(*given, **more) * (1.0 if budget == 1 else 0.5)
 
     assert taken(gpu_attention.paged_attention) == [True] * 3
     for wrong in (later, halved):

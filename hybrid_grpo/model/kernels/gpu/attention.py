@@ -1,8 +1,9 @@
 """Attention of few new tokens over a paged cache, on a GPU.
 
-One program computes the query heads that share a key head, for one sequence. Where there are few sequences, several
-programs share the entries of one, and the last of them to end adds up their parts. How many share is decided on the
-device from the length of each sequence, so that a captured CUDA graph serves all lengths.
+One program computes the query heads that share a key head, for one sequence. Where there are few sequences, or some
+are longer than others, several programs share the entries of one, and the last of them to end adds up their parts. How
+many share is decided on the device from all lengths, once a step for all layers, so that all programs have about the
+same to do and a captured CUDA graph serves all lengths.
 
 Where a decode step asks for it, the programs also rotate their queries, and one of each sequence's writes its new key
 and value to the cache before it reads them there.
@@ -12,7 +13,7 @@ Dao et al., "Flash-Decoding for long-context inference", 2023. Rotation: Su et a
 with the roundings of transformers' Llama.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,10 +25,12 @@ from hybrid_grpo.model.kernels.gpu.tilings import Tiling, tiling_of
 
 _UNITS = 2048
 """Most parts that all programs of a launch write."""
+_UNIT = tl.constexpr(64)
+"""Entries of which the shares of programs are multiples."""
 _TILE_BYTES = 32 << 10
 """Most bytes of keys and values that a program loads at a time; other such tiles are on their way meanwhile."""
-_LEAST = 128
-"""Entries for which a program of its own is worth it, at least."""
+_LEAST = 2
+"""Units for which a program of its own is worth it, at least."""
 # Chosen on an H200: benchmarks/results/gpu_attention.json. One of its multiprocessors has room for two programs with
 # two tiles on their way, which also add up several parts at once, and for four with one.
 _DEEP, _SHALLOW = 5, 2
@@ -147,18 +150,47 @@ def _added(parts, used, part, real, V0: tl.constexpr, V1: tl.constexpr, QUERIES:
     return highest, total, acc0, acc1
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "least", "splits"])
+@triton.jit(do_not_specialize=["n", "budget", "programs", "least", "window"])
+def _schedule(
+    row_of, plan, position, begins, n, budget, programs, least, most, window, RAGGED: tl.constexpr, N: tl.constexpr
+):
+    """Write which row each of `programs` works for, or n; and of each row its first program, the units of each of its
+    programs, and its first part in memory."""
+    row = tl.arange(0, N)
+    inside = row < n
+    start = tl.load(position + row, inside, -1).to(tl.int32)
+    end = start + 1
+    if RAGGED:
+        end = start + tl.load(begins + row + 1, inside, 0) - tl.load(begins + row, inside, 0)
+    begin = tl.where(window > 0, tl.maximum(start - window + 1, 0), 0) // _UNIT
+    units = tl.where(inside, tl.maximum(tl.cdiv(end, _UNIT) - begin, 0), 0)
+    # As much for each program as if all entries were those of one row.
+    target = tl.maximum(tl.cdiv(tl.sum(units), budget), least)
+    share = tl.maximum(tl.cdiv(units, tl.maximum(tl.minimum(tl.cdiv(units, target), most), 1)), 1)
+    used = tl.where(inside, tl.maximum(tl.cdiv(units, share), 1), 0)
+    parts, ends = tl.where(used > 1, used, 0), tl.cumsum(used)
+    tl.store(plan + row, ends - used, inside)
+    tl.store(plan + n + row, share, inside)
+    tl.store(plan + 2 * n + row, tl.cumsum(parts) - parts, inside)
+    for split in range(0, tl.max(used)):
+        tl.store(row_of + ends - used + split, row, split < used)
+    for first in range(0, programs, N):
+        program = first + row
+        tl.store(row_of + program, row * 0 + n, (program >= tl.sum(used)) & (program < programs))
+
+
+@triton.jit(do_not_specialize=["table_stride", "window", "n", "room"])
 def _attend(
     out, query, keys, values, table, position, begins, sinks, parts, arrived, query_token, query_head, table_stride,
-    key_page, key_entry, key_head, value_page, value_entry, value_head, scale, softcap, window, least, splits,
+    key_page, key_entry, key_head, value_page, value_entry, value_head, scale, softcap, window, row_of, plan, n, room,
     rope, rotary, q_norm, k_norm, epsilon, TURN: tl.constexpr, NORM: tl.constexpr,
     RAGGED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    # The first programs of all sequences come first, since where there are many sequences the others have little to do.
-    rows = tl.num_programs(0) // splits
-    row, split = tl.program_id(0) % rows, tl.program_id(0) // rows
+    own = tl.load(row_of + tl.program_id(0))
+    row = tl.minimum(own, n - 1)
+    split, share = tl.program_id(0) - tl.load(plan + row), tl.load(plan + n + row) * (_UNIT // ENTRIES)
     head, tile = tl.program_id(1), tl.program_id(2)
     first, count = row, 1
     if RAGGED:
@@ -177,21 +209,20 @@ def _attend(
     begin = 0
     if WINDOW:
         begin = tl.maximum(start + tile * QUERIES // GROUP - window + 1, 0)
-    begin = begin // ENTRIES
+    begin = begin // _UNIT * (_UNIT // ENTRIES)
     blocks = tl.where(tile * QUERIES < count * GROUP, tl.maximum(tl.cdiv(end, ENTRIES) - begin, 0), 0)
-    share = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.minimum(blocks // least, splits), 1)), 1)
     used = tl.cdiv(blocks, share)
 
-    if (split < used) | ((split == 0) & (tile * QUERIES < count * GROUP)):
+    if (own < n) & ((split < used) | ((split == 0) & (tile * QUERIES < count * GROUP))):
         at_query = (first + token).to(tl.int64) * query_token + here * query_head
         if TURN:
             turn, inverse = rope + tl.load(rotary + row) * 2 * D, tl.zeros([QUERIES], tl.float32)
             if split == used - 1:
                 one, kv = tl.arange(0, QUERIES) == 0, tl.num_programs(1)
                 new = row.to(tl.int64) * query_token + (query_heads + head) * D + tl.zeros([QUERIES], tl.int64)
-                own = tl.load(table + row.to(tl.int64) * table_stride + start // PAGE).to(tl.int64)
-                to_key = keys + own * key_page + start % PAGE * key_entry + head * key_head
-                to_value = values + own * value_page + start % PAGE * value_entry + head * value_head
+                of_new = tl.load(table + row.to(tl.int64) * table_stride + start // PAGE).to(tl.int64)
+                to_key = keys + of_new * key_page + start % PAGE * key_entry + head * key_head
+                to_value = values + of_new * value_page + start % PAGE * value_entry + head * value_head
                 if NORM:
                     inverse = _inverse_rms(query, new, one, epsilon, D, D0, D1)
                 _store_new(query, new, kv * D, to_key, to_value, one, 0, turn, k_norm, inverse, D, D0, NORM)
@@ -247,9 +278,9 @@ def _attend(
 
         last = True
         if used > 1:
-            unit = ((row * tl.num_programs(1) + head) * tl.num_programs(2) + tile).to(tl.int64)
+            unit = (head * tl.num_programs(2) + tile).to(tl.int64) * room + tl.load(plan + 2 * n + row)
             size = QUERIES * (V0 + V1 + 2)
-            part = parts + unit * splits * size
+            part = parts + unit * size
             _keep(part + split * size, highest, total, acc0, acc1, real, V0, V1, QUERIES)
             # All threads have stored before the program counts as arrived.
             tl.debug_barrier()
@@ -293,13 +324,20 @@ def _stages(entry_bytes: int, itemsize: int, programs: int, few: int) -> tuple[i
     return entries, _DEEP if programs <= few // 2 and entries * entry_bytes <= _TILE_BYTES else _SHALLOW
 
 
-def _shares(programs: int, tiling: Tiling) -> tuple[int, int]:
-    """Return the most programs that share the entries of one of `programs`, and the least entries of each."""
-    few, many, *_ = tiling
-    if programs <= many // 2:
-        return min(_MOST_SPLITS, (few if programs <= few // 2 else many) // programs), _LEAST
-    # They are enough by themselves; only sequences far longer than the others would be waited for.
-    return max(1, min(4, _UNITS // programs)), 2 * programs
+def _budget(n: int, heads: int, tiling: Tiling) -> int:
+    """Return how many programs of equal work keep a device busy, for each of the `heads` of n sequences."""
+    return max(1, min(tiling.few if n * heads <= tiling.few // 2 else tiling.many, _UNITS // 2) // heads)
+
+
+def _scheduled(position: Tensor, begins: Tensor | None, window: int, budget: int, least: int) -> tuple[Tensor, Tensor]:
+    """Return the `row_of` and the `plan` that `_schedule` writes."""
+    n = len(position)
+    row_of, plan = (torch.empty(size, dtype=torch.int32, device=position.device) for size in (n + budget, 3 * n))
+    launch(
+        _schedule, (1,), row_of, plan, position, position if begins is None else begins, n, budget, n + budget, least,
+        _MOST_SPLITS, window, RAGGED=begins is not None, N=triton.next_power_of_2(n),
+    )  # fmt: skip
+    return row_of, plan
 
 
 def _begin_together(keys: Tensor, values: Tensor) -> bool:
@@ -326,7 +364,8 @@ class Turn(NamedTuple):
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: Tensor, scale: float, window: int,
     softcap: float, sinks: Tensor | None, scratch: Scratch, begins: Tensor | None = None, longest: int = 1,
-    splits: int | None = None, least: int | None = None, out: Tensor | None = None, turn: Turn | None = None,
+    budget: int | None = None, least: int = _LEAST, out: Tensor | None = None, turn: Turn | None = None,
+    schedules: dict[Any, tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the causal attention of the last tokens of sequences, whose keys and values are in the cache already.
     Returns [N, heads, value_dim]; zeros for a sequence without entries.
@@ -340,9 +379,11 @@ def paged_attention(
         scale, window, softcap, sinks: see `model.ragged_attention.Options`.
         scratch: see `Scratch`.
         begins: int32 [n + 1], the offsets of each sequence's first query; `longest`: the most queries of a sequence.
-        splits: most programs that share a sequence; `least`: the least entries of each. Default: what keeps a GPU busy.
+        budget: about as many programs share all sequences, each at least `least` * 64 entries of one. Default: what
+            keeps a GPU busy.
         out: contiguous memory for the result.
         turn: `query` is a part of its products, and the entry at `position` is still to be written.
+        schedules: keeps what programs do for further calls with the same sequences.
     """
     (_, heads, d), (_, page, kv, v) = query.shape, values.shape
     n, group = len(table), heads // kv
@@ -350,8 +391,11 @@ def paged_attention(
     queries = min(max(16, triton.next_power_of_2(group * longest)), most)  # of a program
     tiles = -(-group * longest // queries)
     programs = n * kv * tiles
-    chosen = _shares(programs, tiling := tiling_of(query.device))
-    splits, least = (wanted or of for wanted, of in zip((splits, least), chosen, strict=True))
+    tiling, schedules = tiling_of(query.device), {} if schedules is None else schedules
+    key = window, budget or _budget(n, kv * tiles, tiling)
+    if key not in schedules:
+        schedules[key] = _scheduled(position, begins, *key, least)
+    row_of, plan = schedules[key]
     query = query if query.stride(2) == 1 else query.contiguous()
     (d0, d1), (v0, v1) = _halves(d), _halves(v)
     entries, stages = _stages((d0 + d1 + v0 + v1) * keys.itemsize, keys.itemsize, programs, tiling.few)
@@ -361,12 +405,12 @@ def paged_attention(
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
     _, rope, rotary, norms, epsilon = turn or Turn(query, query, position)
-    parts, arrived = room(scratch, queries * (v0 + v1 + 2), query.device) if splits > 1 else (out, table)
+    parts, arrived = room(scratch, queries * (v0 + v1 + 2), query.device)
     launch(
-        _attend, (n * splits, kv, tiles), out, query, keys, values, table, position,
+        _attend, (len(row_of), kv, tiles), out, query, keys, values, table, position,
         table if begins is None else begins, out if sinks is None else sinks, parts, arrived,
         query.stride(0), query.stride(1), table.stride(0), *keys.stride()[:3], *values.stride()[:3],
-        scale, softcap, window, max(1, least // entries), splits, rope, rotary, *(norms or (rope, rope)), epsilon,
+        scale, softcap, window, row_of, plan, n, 2 * key[1], rope, rotary, *(norms or (rope, rope)), epsilon,
         TURN=turn is not None, NORM=norms is not None,
         RAGGED=begins is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0, WINDOW=window > 0,
         SHARED=shares, GROUP=group, PAGE=page, QUERIES=queries, ENTRIES=entries,

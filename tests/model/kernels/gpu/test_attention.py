@@ -1,5 +1,6 @@
 """Attention over pages by the kernel, against its definition in float64."""
 
+import itertools
 from types import SimpleNamespace
 
 import gpu_attention
@@ -67,22 +68,37 @@ def test_attention_over_pages(case, seeded):
         pools[1] = pools[0][..., :v]
     query, table, position, begins, sinks = on_device(query, table, position, begins, sinks)
     scratch = {}
-    for splits in (1, rng.choice([2, 3, 5, 13])):
+    for budget in (1, rng.choice([2, 3, 5, 13])):
         given = query, *pools, table, position, *options[:3], sinks, scratch, begins, max(counts)
-        for least in (16, 64):  # the second time over the counters that the first one leaves
-            out = paged_attention(*given, splits=splits, least=least).double().cpu()
+        for least in (1, 2):  # the second time over the counters that the first one leaves
+            out = paged_attention(*given, budget=budget, least=least).double().cpu()
             gap = (out - expected).abs().max()
-            assert gap <= WORST[dtype] * max(1.0, float(expected.abs().max())), (splits, float(gap))
+            assert gap <= WORST[dtype] * max(1.0, float(expected.abs().max())), (budget, float(gap))
 
 
-def test_the_parts_of_all_programs_have_room():
-    """Few programs share long sequences; none that share any write more parts than there is memory for, also on A100,
-    4090, L40S and B200, whose numbers follow from those of their multiprocessors."""
+def test_all_programs_have_about_the_same_to_do():
+    """Few sequences are shared, and one that is longer than the others; parts fit into the memory for them. Also on
+    A100, 4090, L40S and B200, whose numbers follow from those of their multiprocessors."""
     cards = ((108, 164), (128, 100), (142, 100), (148, 228))
     named = [SimpleNamespace(multi_processor_count=n, shared_memory_per_multiprocessor=kib << 10) for n, kib in cards]
-    for tiling in (*map(tilings.modelled, named), tilings.Tiling()):
-        shares = {programs: attention._shares(programs, tiling) for programs in range(1, 5000)}
-        assert all(splits == 1 or splits * programs <= attention._UNITS for programs, (splits, _) in shares.items())
-        assert all(n * splits <= tiling.many for n, (splits, _) in shares.items() if n <= tiling.many // 2)
-    assert [tilings.modelled(card).few for card in named] == [108, 128, 142, 296]
-    assert shares[2][0] == attention._MOST_SPLITS and shares[16][0] == 16 and shares[512][0] == 4 > shares[2049][0]
+    modelled = [tilings.modelled(card) for card in named]
+    assert [tiling.few for tiling in modelled] == [108, 128, 142, 296]
+    lengths = [9000], [0, 700, 30_000], [500] * 63 + [32_768], [40 * row + 1 for row in range(200)]
+    cases = itertools.product((*modelled, tilings.Tiling()), lengths, ((1, 0), (8, 0), (8, 1024), (1000, 0)))
+    for tiling, ends, (heads, window) in cases:
+        n, budget = len(ends), attention._budget(len(ends), heads, tiling)
+        position = torch.tensor(ends, device=DEVICE) - 1
+        row_of, plan = attention._scheduled(position, None, window, budget, 2)
+        units = [-(-end // 64) - max(end - window, 0) // 64 * (window > 0) for end in ends]
+        first, share, part = plan.view(3, n).tolist()
+        used = [max(1, -(-unit // each)) for unit, each in zip(units, share, strict=True)]
+        programs, shared = (
+            [row for row in range(n) for _ in range(used[row])],
+            [row for row in range(n) if used[row] > 1],
+        )
+        assert row_of.tolist() == programs + [n] * (n + budget - len(programs))
+        assert first == [sum(used[:row]) for row in range(n)]
+        assert [part[row] for row in shared] == [sum(used[r] for r in shared if r < row) for row in shared]
+        assert sum(used[row] for row in shared) <= 2 * budget and (not shared or 2 * budget * heads <= attention._UNITS)
+        most = max(2, -(-sum(units) // budget))
+        assert all(each <= max(most, -(-unit // 64)) for each, unit in zip(share, units, strict=True))
