@@ -143,11 +143,8 @@ def test_the_toy_warms_up_and_then_trains_on_what_it_made(tmp_path, monkeypatch)
         plan = batch_plan(config, ranks)
         assert plan.rows // plan.num_minibatches == 512
     assert {path.name for path in (tmp_path / "runs/letters-task").iterdir()} == {
-        "model",
-        "sft.jsonl",
-        "train.jsonl",
-        "heldout.jsonl",
-    }
+        "model", "sft.jsonl", "train.jsonl", "heldout.jsonl",
+    }  # fmt: skip
 
 
 @pytest.mark.process

@@ -305,13 +305,11 @@ def test_what_would_wait_is_noticed():
     """The test above would prove nothing if its double saw nothing."""
     x, mask = torch.arange(3.0, requires_grad=True), torch.tensor([True, False, True])
     waiting = {
-        "_local_scalar_dense": lambda: bool(mask.all()),
-        "tolist": lambda: x.tolist(),
-        "index": lambda: x[mask],
+        "_local_scalar_dense": lambda: bool(mask.all()), "tolist": lambda: x.tolist(), "index": lambda: x[mask],
         "lift_fresh": lambda: x[[0, 2]],
         "masked_scatter_backward": lambda: torch.zeros(3).masked_scatter(mask, x).sum().backward(),
         "": lambda: x[upload([0, 2], x.device)],
-    }
+    }  # fmt: skip
     for name, operation in waiting.items():
         waits = HostWaits(everywhere=True)
         with waits:

@@ -7,21 +7,9 @@ from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
+from hybrid_grpo.config import fields
 from hybrid_grpo.config.about import MAY_CHANGE, About
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import (
-    SECTION,
-    Count,
-    Function,
-    NotNegative,
-    Number,
-    Positive,
-    PositiveShare,
-    Share,
-    Switch,
-    Text,
-    Whole,
-)
 from hybrid_grpo.config.presets import with_preset
 
 LossType = Literal["dapo", "grpo", "dr_grpo"]
@@ -38,17 +26,17 @@ def _tokens_or_share(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-@dataclass(frozen=True, config=SECTION)
+@dataclass(frozen=True, config=fields.SECTION)
 class GrpoConfig:
     """The training objective."""
 
     about = About(rank=8)
-    preset: Text | None = None
+    preset: fields.Text | None = None
     """A published objective by name, which sets fields of this section; fields given beside it win
     (docs/objectives.md): {presets}."""
-    objective: Annotated[Function | None, _FORM] = None
+    objective: Annotated[fields.Function | None, _FORM] = None
     """Your own loss, as `path/to/file.py:name`. Default: the built-in loss, which the other settings describe."""
-    whole_groups: Switch = False
+    whole_groups: fields.Switch = False
     """Keep all completions of a group in one micro-batch, even if it becomes larger than policy.micro_batch_tokens, and
     tell `objective` each row's group, as `group_b`: for losses that compare completions."""
     loss_type: Annotated[LossType, About(usual=4), _FORM] = "dapo"
@@ -67,23 +55,23 @@ class GrpoConfig:
     (GMPO, arXiv:2507.20673). `dppo_tv`, `dppo_kl`: as it is, until the token's probability, or the KL of its
     probability against all others, has moved by epsilon in the direction of the advantage (DPPO, arXiv:2602.04879).
     `band`: as it is, within the bounds of `clip` and only there (Kimi K2.5, arXiv:2602.02276). `ratio`: as it is."""
-    epsilon_low: Annotated[Number, Gt(0), Lt(1), _FORM] = 0.2
+    epsilon_low: Annotated[fields.Number, Gt(0), Lt(1), _FORM] = 0.2
     """The ratio is clipped from below at 1 - epsilon_low. Not used by cispo, which has no lower bound. With dppo_tv, by
     how much a probability may fall, with dppo_kl, up to which KL (nats), and with gmpo, a log-ratio."""
-    epsilon_high: Annotated[Positive, _FORM] = 0.2
+    epsilon_high: Annotated[fields.Positive, _FORM] = 0.2
     """The ratio is clipped from above at 1 + epsilon_high (DAPO: 0.28; GSPO: 4e-4, with epsilon_low 3e-4). With
     dppo_tv, by how much a probability may rise, with dppo_kl, up to which KL (nats), and with gmpo, a log-ratio."""
-    tau_pos: Positive = 1.0
+    tau_pos: fields.Positive = 1.0
     """How fast sapo's gate closes where the advantage is positive: larger is faster."""
-    tau_neg: Positive = 1.05
+    tau_neg: fields.Positive = 1.05
     """How fast sapo's gate closes where the advantage is negative."""
-    dual_clip: Annotated[Number, Gt(1)] | None = None
+    dual_clip: Annotated[fields.Number, Gt(1)] | None = None
     """With a negative advantage A, the loss is at most -dual_clip * A, however large the ratio (arXiv:1912.09729; 3 is
     usual); only for surrogate clip."""
-    off_policy_mask: Positive | None = None
+    off_policy_mask: fields.Positive | None = None
     """Leave out tokens of negative advantage in completions whose mean of log(old / policy) is above this many nats
     (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
-    drift_coef: NotNegative = 0.0
+    drift_coef: fields.NotNegative = 0.0
     """Weight of a penalty in the loss on the distance of the policy from the one that sampled."""
     drift: Literal["square", "absolute"] = "square"
     """What drift_coef weighs: the square of a token's log-ratio (Kimi K2.5, arXiv:2602.02276), or its absolute value
@@ -92,11 +80,11 @@ class GrpoConfig:
     """Which tokens are learned from. `top_entropy`: the share tokens_share of highest entropy (arXiv:2506.01939).
     `clip_cov`: all but a share of those where advantage and log-probability vary together most (arXiv:2505.22617).
     `kl_cov`: all, and the penalty of drift_coef is only on such tokens."""
-    tokens_share: PositiveShare = 0.2
+    tokens_share: fields.PositiveShare = 0.2
     """Share of the tokens that `tokens` is about (top_entropy: 0.2; clip_cov: 2e-4; kl_cov: 2e-3 or 2e-4)."""
-    cov_low: Number = 1.0
+    cov_low: fields.Number = 1.0
     """Lower bound of the covariance of tokens that clip_cov leaves out."""
-    cov_high: Number = 5.0
+    cov_high: fields.Number = 5.0
     """Upper bound of that covariance."""
     baseline: Annotated[Baseline, _FORM] = "mean"
     """What a reward is compared with: the mean of its group; the mean of the other rewards in it (RLOO,
@@ -114,28 +102,28 @@ class GrpoConfig:
     relative to what the group's completions still earn at the same token. `normalized`: rewards of steps are normalized
     over all steps of the group, and a token's advantage is the sum over the steps to come (DeepSeekMath,
     arXiv:2402.03300, section 4.1.3), which favors ending before a step that may go wrong."""
-    step_discount: Share = 1.0
+    step_discount: fields.Share = 1.0
     """What the reward of the next step counts at a step; that of the one after it counts the square of this, and so on.
     0 gives each step its own reward only, which is right if that reward already says how much closer to a success the
     step has come (process advantages, arXiv:2410.08146)."""
-    beta: Annotated[NotNegative, About(usual=4, in_plan=4), _FORM] = 0.0
+    beta: Annotated[fields.NotNegative, About(usual=4, in_plan=4), _FORM] = 0.0
     """Weight of the KL divergence from the reference. If it is 0, no reference is loaded."""
     kl_estimator: KlEstimator = "k3"
     """Estimate of the KL at a token, with d = ref_logp - logp: -d (k1), d^2 / 2 (k2) or exp(d) - d - 1 (k3)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the KL is a term of the loss, or its sum over the completion is subtracted from the reward."""
-    kl_unbiased: Switch = False
+    kl_unbiased: fields.Switch = False
     """Multiply each token's KL in the loss by the token's ratio, and differentiate both. With k1 and k3, the gradient
     is then that of the KL itself, even off-policy (DeepSeek-V3.2); otherwise, k1 in the loss is noise."""
-    kl_target: Positive | None = None
+    kl_target: fields.Positive | None = None
     """Adapt the weight of the KL, starting from beta, to hold policy/kl at this many nats per token (arXiv:1909.08593).
     A KL that is off by 20% or more changes the weight by a fifth over 10,000 completions."""
-    entropy_coef: Annotated[NotNegative, _FORM] = 0.0
+    entropy_coef: Annotated[fields.NotNegative, _FORM] = 0.0
     """Weight of the entropy bonus in the loss."""
-    entropy_target: Positive | None = None
+    entropy_target: fields.Positive | None = None
     """Adapt entropy_coef after every step, to hold policy/entropy at this many nats: it grows by entropy_step while the
     entropy is at most this, and otherwise falls and is not used (Skywork-OR1, arXiv:2505.22312)."""
-    entropy_step: Positive = 0.005
+    entropy_step: fields.Positive = 0.005
     """By how much entropy_coef changes after a step, if entropy_target is set."""
     old_logp: Literal["auto", "sampler", "policy"] = "auto"
     """Source of the log-probabilities in the denominator of ratios, if a rollout has several optimizer steps: those
@@ -147,34 +135,34 @@ class GrpoConfig:
     probability ratio of training to sampler, at most sampler_ratio_max (truncated importance sampling). `sequence` does
     so with the product of a completion's ratios. `mask` drops completions for which the geometric mean of that ratio is
     out of bounds. `band` weights tokens by the ratio, and drops those where it is out of bounds (IcePop)."""
-    sampler_ratio_max: Annotated[Number, Ge(1)] = 2.0
+    sampler_ratio_max: Annotated[fields.Number, Ge(1)] = 2.0
     """Upper bound of the ratio in sampler_correction."""
-    sampler_ratio_min: Share | None = None
+    sampler_ratio_min: fields.Share | None = None
     """Lower bound of that ratio. Default: 1 / sampler_ratio_max for `mask` and `band`, and none otherwise."""
-    sampler_normalize: Switch = False
+    sampler_normalize: fields.Switch = False
     """Divide the weights of sampler_correction by their mean over the tokens of the optimizer step (self-normalized
     importance sampling; one more forward if a rollout has one optimizer step)."""
-    mask_truncated: Switch = False
+    mask_truncated: fields.Switch = False
     """Leave completions that were cut at the length limit out of the loss, but not out of the mean and standard
     deviation of their group (DAPO, section 3.4)."""
-    overlong_buffer: Annotated[Number, AfterValidator(_tokens_or_share)] = 0
+    overlong_buffer: Annotated[fields.Number, AfterValidator(_tokens_or_share)] = 0
     """Number of tokens before max_completion_tokens over which a length penalty grows from 0 to overlong_penalty (DAPO,
     equation 13), or, below 1, their share of max_completion_tokens; 0 means no penalty."""
-    overlong_penalty: Positive = 1.0
+    overlong_penalty: fields.Positive = 1.0
     """Penalty for a completion of max_completion_tokens tokens, if overlong_buffer is set."""
-    dynamic_sampling: Switch = False
+    dynamic_sampling: fields.Switch = False
     """Replace prompts whose completions have one reward, before any length penalty, with others (DAPO, equation 11)."""
-    max_resamples: Count = 5
+    max_resamples: fields.Count = 5
     """Maximum number of dynamic_sampling rounds in one step; after that, the step continues with the prompts it has."""
-    ref_every: Whole = 0
+    ref_every: fields.Whole = 0
     """Steps between refreshes of the reference from the policy; 0 keeps the initial model as the reference."""
-    ref_mix: PositiveShare = 1.0
+    ref_mix: fields.PositiveShare = 1.0
     """Weight of the policy in a refreshed reference: 1 replaces the reference (iterative GRPO), and a small weight with
     ref_every 1 makes it a moving average. Below 1 it is averaged in float32, which takes 4 bytes of host memory for
     each weight of a bfloat16 model, sharded over the ranks."""
-    num_iterations: Annotated[Count, About(rank=2)] = 1
+    num_iterations: Annotated[fields.Count, About(rank=2)] = 1
     """Number of passes over each rollout (mu in DeepSeekMath)."""
-    num_minibatches: Annotated[Count, About(rank=2)] = 1
+    num_minibatches: Annotated[fields.Count, About(rank=2)] = 1
     """Number of optimizer steps in each pass over a rollout."""
     balance: Annotated[Literal["auto", "off"], MAY_CHANGE] = "auto"
     """Which rank trains on a group. `off`: the rank that sampled it. `auto`: another rank where ranks would wait for

@@ -8,25 +8,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, PlainSerializer, model_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config import fields
 from hybrid_grpo.config.about import MAY_CHANGE, About
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import (
-    SECTION,
-    Count,
-    Function,
-    Gibibytes,
-    Name,
-    NotNegative,
-    Number,
-    Positive,
-    PositiveShare,
-    Seconds,
-    Share,
-    Switch,
-    Text,
-    Whole,
-    function_text,
-)
 from hybrid_grpo.config.secrets import refuse_masked
 
 
@@ -37,8 +21,8 @@ def _text_keys(value: Any) -> Any:
 
 def _places(environment: Any) -> Any:
     if isinstance(environment, dict):
-        return {name: function_text(function) for name, function in environment.items()}
-    return environment if environment is None else function_text(environment)
+        return {name: fields.function_text(function) for name, function in environment.items()}
+    return environment if environment is None else fields.function_text(environment)
 
 
 def _check_environment(value: Any) -> Any:
@@ -49,7 +33,7 @@ def _check_environment(value: Any) -> Any:
 
 
 Environment = Annotated[
-    Text | Callable[..., Any] | dict[Name, Text | Callable[..., Any]],
+    fields.Text | Callable[..., Any] | dict[fields.Name, fields.Text | Callable[..., Any]],
     BeforeValidator(_check_environment),
     PlainSerializer(_places),
 ]
@@ -65,11 +49,11 @@ _OF_SAMPLING = About(unused_by="eval", rank=6)
 _OF_TURNS = About(unused_by="chat")
 
 
-@dataclass(frozen=True, config=SECTION)
+@dataclass(frozen=True, config=fields.SECTION)
 class ToolConfig:
     """A tool that the model can call."""
 
-    function: Function
+    function: fields.Function
     """`calculator` or another built-in, `path/to/file.py:function`, or `package.module:function`; in Python also the
     function itself."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -89,43 +73,43 @@ class ToolConfig:
 
     @model_serializer
     def _write(self) -> str | dict[str, Any]:
-        name = function_text(self.function)
+        name = fields.function_text(self.function)
         return {"function": name, "kwargs": self.kwargs} if self.kwargs else name
 
 
-@dataclass(frozen=True, config=SECTION)
+@dataclass(frozen=True, config=fields.SECTION)
 class RolloutConfig:
     """How completions are sampled."""
 
     about = About(rank=9)
-    prompts_per_step: Annotated[Count, About(usual=4, in_plan=2, unused_by="eval generate chat", rank=2)] = 32
+    prompts_per_step: Annotated[fields.Count, About(usual=4, in_plan=2, unused_by="eval generate chat", rank=2)] = 32
     """Number of prompts in one rollout, over all ranks (P)."""
-    num_generations: Annotated[Count, About(usual=4, in_plan=2, unused_by="eval chat", rank=2)] = 8
+    num_generations: Annotated[fields.Count, About(usual=4, in_plan=2, unused_by="eval chat", rank=2)] = 8
     """Number of completions per prompt (G). They form the group within which advantages are computed."""
-    max_completion_tokens: Annotated[Count, About(usual=4, in_eval=4, in_plan=2, rank=6)] = 512
+    max_completion_tokens: Annotated[fields.Count, About(usual=4, in_eval=4, in_plan=2, rank=6)] = 512
     """Maximum number of tokens sampled for a completion."""
-    min_completion_tokens: Whole = 0
+    min_completion_tokens: fields.Whole = 0
     """Minimum tokens of a completion: until then, stop ids are not drawn, and stop strings do not end it."""
-    temperature: Annotated[NotNegative, About(usual=4), _OF_SAMPLING] = 1.0
+    temperature: Annotated[fields.NotNegative, About(usual=4), _OF_SAMPLING] = 1.0
     """Softmax temperature, for sampling and for every log-probability in the loss."""
-    top_p: Annotated[PositiveShare, _OF_SAMPLING] = 1.0
+    top_p: Annotated[fields.PositiveShare, _OF_SAMPLING] = 1.0
     """Nucleus sampling: keep the smallest set of tokens with at least this total probability; 1 keeps all tokens."""
-    top_k: Annotated[Whole, _OF_SAMPLING] = 0
+    top_k: Annotated[fields.Whole, _OF_SAMPLING] = 0
     """Keep the k most probable tokens; 0 keeps all."""
-    min_p: Annotated[Share, _OF_SAMPLING] = 0.0
+    min_p: Annotated[fields.Share, _OF_SAMPLING] = 0.0
     """After top-k and top-p, keep the tokens with at least this share of the largest probability; 0 keeps all."""
-    repetition_penalty: Annotated[Positive, About(unused_by="eval")] = 1.0
+    repetition_penalty: Annotated[fields.Positive, About(unused_by="eval")] = 1.0
     """Logits of tokens in the prompt or the completion so far are divided by this if they are positive, and multiplied
     by it otherwise (CTRL, arXiv:1909.05858); 1 changes nothing."""
-    logit_bias: Annotated[dict[str, Number], BeforeValidator(_text_keys), About(unused_by="eval")] = field(
+    logit_bias: Annotated[dict[str, fields.Number], BeforeValidator(_text_keys), About(unused_by="eval")] = field(
         default_factory=dict
     )
     """Numbers that are added to the logits of tokens, by token id: `{"42": -100.0}`."""
-    stop_ids: list[Whole] = field(default_factory=list)
+    stop_ids: list[fields.Whole] = field(default_factory=list)
     """Token ids that end a completion, in addition to the model's own end-of-sequence ids."""
-    stop_strings: list[Text] = field(default_factory=list)
+    stop_strings: list[fields.Text] = field(default_factory=list)
     """Texts that end a completion as soon as it contains one of them. The text remains part of the completion."""
-    ignore_eos: Switch = False
+    ignore_eos: fields.Switch = False
     """Let only a token limit end a completion, for benchmarks."""
     logprobs: Annotated[Literal["softmax", "sampling", "mask"], About(unused_by="eval chat")] = "softmax"
     """Distribution under which `old_logp` is recorded: the `softmax` at the temperature, as in the training forward
@@ -139,21 +123,21 @@ class RolloutConfig:
     """What completions are sampled from: the weights, with adapters `merged` into a copy; those of a model with
     adapters as they are, in four bits too, with the adapters beside them (`unmerged`: less memory, mostly slower; not
     at ZeRO stage 3); or a copy of linear layers in eight bits (`int8`: half the memory, and less time for few rows)."""
-    max_slots: Annotated[Count, About(unused_by="chat"), MAY_CHANGE] = 256
+    max_slots: Annotated[fields.Count, About(unused_by="chat"), MAY_CHANGE] = 256
     """Maximum number of completions that are decoded at the same time on one rank."""
-    prefill_tokens: Annotated[Count | None, MAY_CHANGE] = None
+    prefill_tokens: Annotated[fields.Count | None, MAY_CHANGE] = None
     """Maximum number of prompt tokens in one prefill forward pass; a longer prompt takes several. Default: 2,048 on a
     CPU; on a GPU up to 16,384, as far as that leaves memory for the cache."""
-    cache_gb: Annotated[Gibibytes | None, MAY_CHANGE] = None
+    cache_gb: Annotated[fields.Gibibytes | None, MAY_CHANGE] = None
     """Size of the key-value cache of one rank, in GiB. Default: as much as free memory allows."""
     keep_cache: Annotated[Literal["auto", "on", "off"], About(unused_by="eval generate chat"), MAY_CHANGE] = "auto"
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once per run. `auto` keeps them if the memory plan has room for them in training. A CPU keeps none."""
 
-    carry: Share = 0.0
+    carry: fields.Share = 0.0
     """Share of prompts_per_step, rounded to at least one prompt, whose groups are not waited for: a step ends when all
     but so many are complete. Those continue in the next step, under its policy. 0 waits for all. See docs/carry.md."""
-    max_carries: Count = 4
+    max_carries: fields.Count = 4
     """Maximum number of steps into which a group is carried; in the last of these it is waited for."""
 
     tools: Annotated[list[ToolConfig], _OF_TURNS] = field(default_factory=list)
@@ -166,35 +150,35 @@ class RolloutConfig:
     tool_format: Annotated[ToolFormat, _OF_TURNS] = "auto"
     """Format in which the model writes tool calls. `auto` takes the first format that can read a call written by the
     chat template. See docs/tools.md."""
-    max_turns: Annotated[Count, _OF_TURNS] = 8
+    max_turns: Annotated[fields.Count, _OF_TURNS] = 8
     """Maximum number of turns in a completion with tools or an environment, whose last turn is not answered, or of
     an episode of an agent."""
-    max_tool_tokens: Annotated[Count, _OF_TURNS, About(rank=6)] = 512
+    max_tool_tokens: Annotated[fields.Count, _OF_TURNS, About(rank=6)] = 512
     """Maximum number of tokens in the answer to a turn, including those of the chat template; longer answers of tools
     and environments are cut. With an agent it only counts for the default of max_total_tokens."""
-    tool_timeout_s: Annotated[Seconds, _OF_TURNS] = 30.0
+    tool_timeout_s: Annotated[fields.Seconds, _OF_TURNS] = 30.0
     """Maximum seconds for a tool call, after which the model reads an error message instead of a result; also for a
     step of an environment, after which the completion has failed."""
-    max_turn_calls: Annotated[Count, _OF_TURNS] = 16
+    max_turn_calls: Annotated[fields.Count, _OF_TURNS] = 16
     """Maximum number of tool calls in one turn. Further calls are not made, and the model reads an error message."""
-    environment_processes: Annotated[Count | None, _OF_TURNS] = None
+    environment_processes: Annotated[fields.Count | None, _OF_TURNS] = None
     """Maximum number of environment processes on one rank; further environments wait until one of these ends. Default:
     max_slots, but at most half the number of files that a process may open."""
-    keep_history: Annotated[Switch, _OF_TURNS] = False
+    keep_history: Annotated[fields.Switch, _OF_TURNS] = False
     """Allow a chat template that changes earlier turns, for example by removing their thinking. In training, the model
     still reads its turns as it wrote them. By default, such a template is refused."""
-    max_turn_tokens: Annotated[Count | None, About(rank=6)] = None
+    max_turn_tokens: Annotated[fields.Count | None, About(rank=6)] = None
     """Maximum number of tokens sampled in one turn. A turn that reaches this without ending is the last one, and the
     completion counts as cut. Default: max_completion_tokens."""
-    max_total_tokens: Annotated[Count | None, About(rank=6)] = None
+    max_total_tokens: Annotated[fields.Count | None, About(rank=6)] = None
     """Maximum total number of tokens: prompt, sampled tokens, and tokens inserted between turns. A completion that
     reaches this is cut. Default: what the other limits add up to."""
 
-    agent: Annotated[Function | None, _OF_TURNS] = None
+    agent: Annotated[fields.Function | None, _OF_TURNS] = None
     """Program that calls the model itself, one episode for each completion: `path/to/file.py:function`, called with a
     task and a client of openai, or a command line that finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. It
     returns the reward, or None. See docs/agents.md."""
-    agent_timeout_s: Annotated[Seconds, _OF_TURNS] = 600.0
+    agent_timeout_s: Annotated[fields.Seconds, _OF_TURNS] = 600.0
     """Maximum seconds for an episode of `agent`, which then has failed."""
 
     @property
@@ -338,6 +322,6 @@ def environment_rewards(rollout: RolloutConfig) -> dict[str, str]:
     """Return the names of the environments' rewards (the class names), keyed by the names that rows use; of an agent
     its function's name, or `agent` for a command line."""
     if rollout.agent is not None:
-        agent = function_text(rollout.agent)
+        agent = fields.function_text(rollout.agent)
         return {"": "agent" if " " in agent else agent.rpartition(":")[2]}
     return {name: place.rpartition(":")[2].rpartition(".")[2] for name, place in rollout.environments.items()}

@@ -51,7 +51,7 @@ class GpuStep:
             self._take_memory(n, like)
         x_nD, _, qkv, attended, gate_up, inner, _ = (part[:n] for part in self._memory)
         if isinstance(weight, Int8Weight):
-            unpack(weight[rows.token_n], weight.quant_state.scale[rows.token_n], x_nD)
+            unpack(weight.data[rows.token_n], weight.quant_state.scale[rows.token_n], x_nD)
         else:
             torch.index_select(weight, 0, rows.token_n, out=x_nD)
         rope = self._rope(rows.table_nw.shape[1] * cache.page, like)

@@ -35,6 +35,11 @@ class Int8Weight(nn.Parameter):
     def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         self.quant_state = SimpleNamespace(shape=codes.shape, dtype=dtype, scale=scale)
 
+    def __getitem__(self, rows: Any) -> Tensor:
+        """Return rows in full."""
+        codes, form = self.data[rows], self.quant_state
+        return unpack(codes, form.scale[rows], torch.empty(codes.shape, dtype=form.dtype, device=codes.device))
+
 
 class Int8Linear(nn.Linear):
     """A linear layer whose weight is an `Int8Weight`."""
@@ -43,7 +48,7 @@ class Int8Linear(nn.Linear):
         out = x.new_empty(*x.shape[:-1], len(self.weight))
         for rows in (slice(first, first + _AT_ONCE) for first in range(0, len(self.weight), _AT_ONCE)):
             bias = None if self.bias is None else self.bias[rows]
-            out[..., rows] = nn.functional.linear(x, rows_of(self.weight, rows), bias)
+            out[..., rows] = nn.functional.linear(x, self.weight[rows], bias)
         return out
 
 
@@ -67,18 +72,10 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
-def rows_of(weight: Tensor, rows: slice | Tensor) -> Tensor:
-    """Return rows of a weight, which may be in eight bits."""
-    if not isinstance(weight, Int8Weight):
-        return weight[rows]
-    codes, form = weight.data[rows], weight.quant_state
-    return unpack(codes, form.scale[rows], torch.empty(codes.shape, dtype=form.dtype, device=codes.device))
-
-
 def unpacked(weight: Any, out: Tensor | None = None) -> Tensor:
     """Return a weight in full, which may be in eight bits or in four, in `out` if that is given."""
     if isinstance(weight, Int8Weight):
-        return rows_of(weight, slice(None)) if out is None else unpack(weight.data, weight.quant_state.scale, out)
+        return weight[:] if out is None else unpack(weight.data, weight.quant_state.scale, out)
     if hasattr(weight, "quant_state"):
         from bitsandbytes.functional import dequantize_4bit
 
@@ -113,7 +110,7 @@ def pack_tables(model: Any) -> None:
 
 def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     """Look up ids as the class of an embedding in eight bits does, in no more rows than there are ids."""
-    rows, as_in_full = rows_of(embedding.weight, ids.flatten()), copy(embedding)
+    rows, as_in_full = embedding.weight[ids.flatten()], copy(embedding)
     vars(as_in_full).update(_parameters={"weight": rows}, padding_idx=None)
     found: Tensor = type(embedding).forward(as_in_full, torch.arange(len(rows), device=ids.device).view(ids.shape))
     return found

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Batch
-from hybrid_grpo.model.eight_bits import rows_of, unpacked
 from hybrid_grpo.model.layers import install_fused_layers, tile_mlps
 from hybrid_grpo.model.routing import Replay, routed, tokens
 from hybrid_grpo.model.sidecars import find
@@ -142,7 +141,7 @@ def _part(
 ) -> tuple[slice | Tensor, Tensor, Tensor | None]:
     """Return the index in the vocabulary of some of the head's columns, and their weights and biases."""
     chosen = columns if support is None else support.id_U[columns]
-    return chosen, rows_of(weight_VD, chosen), None if bias_V is None else bias_V[chosen]
+    return chosen, weight_VD[chosen], None if bias_V is None else bias_V[chosen]
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -260,7 +259,10 @@ class LogprobModel(nn.Module):
         ) -> tuple[Tensor, ...]:  # fmt: skip
             w, b, shape = head.weight, head.bias, self.shape
             found = token_logprobs(hidden_ND, w, b, target_N, support=support, shape=shape, temperature=temperature)
-            return found if more is None else (*found, *more(hidden_ND, unpacked(w), b, shape, temperature))
+            if more is None:
+                return found
+            # A head in eight bits is unpacked by what reads its rows, and here in full.
+            return *found, *more(hidden_ND, w if w.is_floating_point() else w[:], b, shape, temperature)
 
         head.forward = scored
 

@@ -20,9 +20,7 @@ def test_what_means_nothing_is_refused(settings, says):
 
 
 @pytest.mark.parametrize("settings", [
-    {},
-    {"dual_clip": 3.0, "epsilon_high": 0.28},
-    {"surrogate": "cispo", "epsilon_high": 4.0},
+    {}, {"dual_clip": 3.0, "epsilon_high": 0.28}, {"surrogate": "cispo", "epsilon_high": 4.0},
     {"importance": "sequence", "loss_type": "grpo", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
     {"baseline": "leave_one_out", "scale_rewards": "none", "beta": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
     {"combine_rewards": "normalize", "scale_rewards": "batch"},

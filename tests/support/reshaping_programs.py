@@ -85,16 +85,13 @@ def one(folder: Path) -> dict[str, Any]:
 def two(folder: Path) -> dict[str, Any]:
     """Saved on two ranks, and resumed on as many at other stages, or after one rank."""
     return {
-        "two_3": save(folder, "two_3", stage=3),
-        "two_bf16": save(folder, "two_bf16", stage=3, dtype="bfloat16"),
-        "two_lora": save(folder, "two_lora", stage=3, lora=LORA),
-        "the same": resume(folder, "two_3", stage=3),
+        "two_3": save(folder, "two_3", stage=3), "two_bf16": save(folder, "two_bf16", stage=3, dtype="bfloat16"),
+        "two_lora": save(folder, "two_lora", stage=3, lora=LORA), "the same": resume(folder, "two_3", stage=3),
         "offloaded": resume(folder, "two_3", stage=3, offload=True, deepspeed=AS_IF_LARGE),
         "stage 3 to 2": resume(folder, "two_3", stage=2, deepspeed=ROUND_ROBIN),
         "stage 3 to 1, offloaded": resume(folder, "two_3", stage=1, offload=True),
-        "one to two": resume(folder, "one_3", stage=3),
-        "stage 0 to 2": resume(folder, "one_0", stage=2),
-    }
+        "one to two": resume(folder, "one_3", stage=3), "stage 0 to 2": resume(folder, "one_0", stage=2),
+    }  # fmt: skip
 
 
 def one_again(folder: Path) -> dict[str, Any]:

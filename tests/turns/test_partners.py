@@ -322,11 +322,9 @@ KEPT = [
     ("since the user spoke", {}, LOOKED_UP, None),
     ("since the user spoke", {}, user_message("."), "drops the thinking of earlier turns"),
     ("since the user spoke", {"enable_thinking": False}, LOOKED_UP, "writes earlier turns anew"),
-    ("never", {}, LOOKED_UP, "drops the thinking of earlier turns"),
-    ("always", {}, user_message("."), None),
-    ("in a place of its own", {}, LOOKED_UP, None),
-    ("in a place of its own", {}, user_message("."), None),
-]
+    ("never", {}, LOOKED_UP, "drops the thinking of earlier turns"), ("always", {}, user_message("."), None),
+    ("in a place of its own", {}, LOOKED_UP, None), ("in a place of its own", {}, user_message("."), None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("keeps", "variables", "message", "why"), KEPT)

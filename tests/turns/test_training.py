@@ -42,10 +42,8 @@ def runs(tmp_path_factory):
             *("--rollout.tools", json.dumps([f"{SUPPORT / 'slow_tools.py'}:look_up"]), "--rollout.max_turns", "5"),
             *("--rollout.logit_bias", json.dumps(bias), "--rollout.max_completion_tokens", "36"),
             *("--rewards", json.dumps([f"{SUPPORT / 'acting_rewards.py'}:messages_said"])),
-            *("--engine.zero_stage", "0", *more),
-            world=world,
-            cwd=folder,
-        )
+            *("--engine.zero_stage", "0", *more), world=world, cwd=folder,
+        )  # fmt: skip
         assert done.status == 0, done.out + done.err
         lines = [json.loads(line) for line in (run / "rollouts/step_000002.jsonl").read_text().splitlines()]
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -25,16 +25,7 @@ from typing import NoReturn
 
 from hybrid_grpo.config.errors import RESUME_STATUS
 from hybrid_grpo.distributed.workers.family import adopt_orphans, descendants, die_with_parent, kill
-from hybrid_grpo.run.stopping.status import (
-    LAUNCHER_GONE,
-    PHASES,
-    RUNNING,
-    TIME_OVER,
-    RankStatus,
-    SharedStatus,
-    set_own_status,
-    shared_status,
-)
+from hybrid_grpo.run.stopping import status as statuses
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0
@@ -69,11 +60,11 @@ _COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL| in wa
 
 def watched(work: Callable[[], int]) -> NoReturn:
     """Run `work` in a watched rank; end this process with the rank's status, or 128 plus the signal that ended it."""
-    shared = shared_status()
+    shared = statuses.shared_status()
     mine = shared.mine
     mine.watcher, mine.grace_s = os.getpid(), _GRACE_SECONDS
     mine.started = mine.tick = time.monotonic()
-    set_own_status(shared)
+    statuses.set_own_status(shared)
     stops = {number for number in _STOPS if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
     launchers = _launchers() if "RANK" in os.environ else []
@@ -96,7 +87,7 @@ def watched(work: Callable[[], int]) -> NoReturn:
     _Watcher(shared, pid, launchers, stacks).watch(stops)
 
 
-def _be_watched(shared: SharedStatus, stops: set[signal.Signals], stacks: int, watcher: int) -> None:
+def _be_watched(shared: statuses.SharedStatus, stops: set[signal.Signals], stacks: int, watcher: int) -> None:
     import faulthandler
 
     die_with_parent()
@@ -107,7 +98,7 @@ def _be_watched(shared: SharedStatus, stops: set[signal.Signals], stacks: int, w
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
 
-def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
+def _outcome(work: Callable[[], int], shared: statuses.SharedStatus) -> int:
     """Do the work and return its status. If it fails because another rank died, only report that rank's death."""
     try:
         return work()
@@ -124,28 +115,28 @@ def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
         raise
 
 
-def _dead_rank(shared: SharedStatus) -> tuple[int, int] | None:
+def _dead_rank(shared: statuses.SharedStatus) -> tuple[int, int] | None:
     """Return another rank of this machine that failed, or whose watcher was killed, with its status, or None."""
     for rank, entry in enumerate(shared.entries):
         if rank != shared.rank and entry.tick > shared.mine.started:
             if entry.status > 0:
                 return rank, entry.status
-            if entry.status == RUNNING and not _lives(entry.watcher):
+            if entry.status == statuses.RUNNING and not _lives(entry.watcher):
                 return rank, 128 + signal.SIGKILL
     return None
 
 
-def _blame(shared: SharedStatus, dead: tuple[int, int]) -> str:
-    return f"ended in {PHASES[shared.mine.phase]}, because rank {dead[0]} has ended with status {dead[1]}"
+def _blame(shared: statuses.SharedStatus, dead: tuple[int, int]) -> str:
+    return f"ended in {statuses.PHASES[shared.mine.phase]}, because rank {dead[0]} has ended with status {dead[1]}"
 
 
-def _say(shared: SharedStatus, message: str) -> None:
+def _say(shared: statuses.SharedStatus, message: str) -> None:
     with suppress(OSError):
         print(f"hybrid-grpo [rank {shared.rank}]: {message}", file=sys.stderr, flush=True)
 
 
 class _Watcher:
-    def __init__(self, shared: SharedStatus, pid: int, launchers: list[tuple[int, str]], stacks: int) -> None:
+    def __init__(self, shared: statuses.SharedStatus, pid: int, launchers: list[tuple[int, str]], stacks: int) -> None:
         self.shared, self.mine, self.pid, self.launchers, self.stacks = shared, shared.mine, pid, launchers, stacks
         self.interrupts = 0
         self.dead: tuple[int, int] | None = None
@@ -187,13 +178,14 @@ class _Watcher:
         if mine.behind == _STOPPED_WITH_WATCHER:
             self.end(RESUME_STATUS, "was stopped for longer than run.stall_minutes: ended")
         if any(not _lives(*launcher) for launcher in self.launchers):
-            self.shared.ask(LAUNCHER_GONE)
+            self.shared.ask(statuses.LAUNCHER_GONE)
         if mine.asked:
-            grace_s = mine.grace_s if mine.cause != LAUNCHER_GONE else min(mine.grace_s, _LAUNCHER_GRACE_SECONDS)
+            most_s = _LAUNCHER_GRACE_SECONDS if mine.cause == statuses.LAUNCHER_GONE else mine.grace_s
+            grace_s = min(mine.grace_s, most_s)
             if mine.phase == 0:
                 self.end(RESUME_STATUS, "stopped before there was anything to save")
-            if now - mine.asked > grace_s and mine.cause != TIME_OVER:
-                phase = PHASES[mine.phase]
+            if now - mine.asked > grace_s and mine.cause != statuses.TIME_OVER:
+                phase = statuses.PHASES[mine.phase]
                 self.end(RESUME_STATUS, f"{phase} did not end within {grace_s:g} s of the request to stop: {_ENDED}")
         if mine.heard and now - max(mine.heard, self.awake) > _LOST_SECONDS:
             self.end(RESUME_STATUS, f"rank {mine.silent} has shown no sign of life for {_LOST_SECONDS:g} s: {_ENDED}")
@@ -216,7 +208,7 @@ class _Watcher:
         port. This rank is always included, since another run at that port may have overwritten its entry."""
         entries = enumerate(self.shared.entries)
         mine = self.shared.rank
-        return [r for r, e in entries if r == mine or (e.status == RUNNING and e.tick > self.mine.started)]
+        return [r for r, e in entries if r == mine or (e.status == statuses.RUNNING and e.tick > self.mine.started)]
 
     def report_stall(self, since: float) -> NoReturn:
         """Print where this rank stands; one rank per machine also prints which rank is behind. Then end the rank with
@@ -280,9 +272,9 @@ class _Watcher:
         os._exit(status)
 
 
-def _where(entry: RankStatus) -> str:
+def _where(entry: statuses.RankStatus) -> str:
     beats = f", after {entry.beats} decode steps or micro-batches" if entry.beats else ""
-    return f"{PHASES[entry.phase]} (step {entry.step}{beats})"
+    return f"{statuses.PHASES[entry.phase]} (step {entry.step}{beats})"
 
 
 def _write_status(status: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rank_threads import in_ranks
 
 from hybrid_grpo.run.stopping import progress, watcher
-from hybrid_grpo.run.stopping.status import RankStatus, SharedStatus, shared_status
+from hybrid_grpo.run.stopping.status import RUNNING, RankStatus, SharedStatus, shared_status
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_run_at_the_same_port_that_ends_this_rank_s_entry_ends_no_watcher():
     """With two runs at one port, the entry said that the rank had ended, and its watcher died of max() of nothing."""
     mine, other, older = (
         SimpleNamespace(status=status, tick=tick, started=10.0)
-        for status, tick in ((1, 12.0), (watcher.RUNNING, 11.0), (watcher.RUNNING, 9.0))
+        for status, tick in ((1, 12.0), (RUNNING, 11.0), (RUNNING, 9.0))
     )
     watching = watcher._Watcher.__new__(watcher._Watcher)
     watching.shared, watching.mine = SimpleNamespace(rank=0, entries=[mine, other, older]), mine
