@@ -324,9 +324,11 @@ def _stages(entry_bytes: int, itemsize: int, programs: int, few: int) -> tuple[i
     return entries, _DEEP if programs <= few // 2 and entries * entry_bytes <= _TILE_BYTES else _SHALLOW
 
 
-def _budget(n: int, heads: int, tiling: Tiling) -> int:
-    """Return how many programs of equal work keep a device busy, for each of the `heads` of n sequences."""
-    return max(1, min(tiling.few if n * heads <= tiling.few // 2 else tiling.many, _UNITS // 2) // heads)
+def _shares(n: int, heads: int, tiling: Tiling) -> tuple[int, int]:
+    """Return how many programs share all entries of a head, for each of the `heads` of n sequences, and the least units
+    of each. Many end at different times, so that there are twice as many as run at a time."""
+    programs = tiling.few if n * heads <= tiling.few // 2 else 2 * tiling.many
+    return max(1, min(programs, _UNITS // 2) // heads), max(_LEAST, n * heads // 16)
 
 
 def _scheduled(position: Tensor, begins: Tensor | None, window: int, budget: int, least: int) -> tuple[Tensor, Tensor]:
@@ -364,7 +366,7 @@ class Turn(NamedTuple):
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: Tensor, scale: float, window: int,
     softcap: float, sinks: Tensor | None, scratch: Scratch, begins: Tensor | None = None, longest: int = 1,
-    budget: int | None = None, least: int = _LEAST, out: Tensor | None = None, turn: Turn | None = None,
+    budget: int | None = None, least: int | None = None, out: Tensor | None = None, turn: Turn | None = None,
     schedules: dict[Any, tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the causal attention of the last tokens of sequences, whose keys and values are in the cache already.
@@ -392,8 +394,8 @@ def paged_attention(
     tiles = -(-group * longest // queries)
     programs = n * kv * tiles
     tiling, schedules = tiling_of(query.device), {} if schedules is None else schedules
-    key = window, budget or _budget(n, kv * tiles, tiling)
-    if key not in schedules:
+    budget, least = (wanted or of for wanted, of in zip((budget, least), _shares(n, kv * tiles, tiling), strict=True))
+    if (key := (window, budget)) not in schedules:
         schedules[key] = _scheduled(position, begins, *key, least)
     row_of, plan = schedules[key]
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -410,7 +412,7 @@ def paged_attention(
         _attend, (len(row_of), kv, tiles), out, query, keys, values, table, position,
         table if begins is None else begins, out if sinks is None else sinks, parts, arrived,
         query.stride(0), query.stride(1), table.stride(0), *keys.stride()[:3], *values.stride()[:3],
-        scale, softcap, window, row_of, plan, n, 2 * key[1], rope, rotary, *(norms or (rope, rope)), epsilon,
+        scale, softcap, window, row_of, plan, n, 2 * budget, rope, rotary, *(norms or (rope, rope)), epsilon,
         TURN=turn is not None, NORM=norms is not None,
         RAGGED=begins is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0, WINDOW=window > 0,
         SHARED=shares, GROUP=group, PAGE=page, QUERIES=queries, ENTRIES=entries,

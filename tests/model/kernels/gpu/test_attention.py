@@ -86,9 +86,9 @@ def test_all_programs_have_about_the_same_to_do():
     lengths = [9000], [0, 700, 30_000], [500] * 63 + [32_768], [40 * row + 1 for row in range(200)]
     cases = itertools.product((*modelled, tilings.Tiling()), lengths, ((1, 0), (8, 0), (8, 1024), (1000, 0)))
     for tiling, ends, (heads, window) in cases:
-        n, budget = len(ends), attention._budget(len(ends), heads, tiling)
+        n, (budget, least) = len(ends), attention._shares(len(ends), heads, tiling)
         position = torch.tensor(ends, device=DEVICE) - 1
-        row_of, plan = attention._scheduled(position, None, window, budget, 2)
+        row_of, plan = attention._scheduled(position, None, window, budget, least)
         units = [-(-end // 64) - max(end - window, 0) // 64 * (window > 0) for end in ends]
         first, share, part = plan.view(3, n).tolist()
         used = [max(1, -(-unit // each)) for unit, each in zip(units, share, strict=True)]
@@ -100,5 +100,5 @@ def test_all_programs_have_about_the_same_to_do():
         assert first == [sum(used[:row]) for row in range(n)]
         assert [part[row] for row in shared] == [sum(used[r] for r in shared if r < row) for row in shared]
         assert sum(used[row] for row in shared) <= 2 * budget and (not shared or 2 * budget * heads <= attention._UNITS)
-        most = max(2, -(-sum(units) // budget))
+        most = max(least, -(-sum(units) // budget))
         assert all(each <= max(most, -(-unit // 64)) for each, unit in zip(share, units, strict=True))
