@@ -75,8 +75,10 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def unpacked(weight: Any, out: Tensor | None = None) -> Tensor:
     """Return a weight in full, which may be in eight bits or in four, in `out` if that is given."""
     if isinstance(weight, Int8Weight):
-        return weight[:] if out is None else unpack(weight.data, weight.quant_state.scale, out)
-    if hasattr(weight, "quant_state"):
+        if out is not None and out.device == weight.device:
+            return unpack(weight.data, weight.quant_state.scale, out)
+        weight = weight[:]
+    elif hasattr(weight, "quant_state"):
         from bitsandbytes.functional import dequantize_4bit
 
         weight = dequantize_4bit(weight.data, weight.quant_state)
