@@ -19,18 +19,14 @@ from paths import ROOT
 
 PROGRAM = Path(__file__).with_name("fault_program.py")
 RECIPE: dict[str, Any] = {
-    "run": {"name": "run", "steps": 6, "resume": "auto"},
-    "policy": {"model": "model", "dtype": "float32", "lr": 1e-2},
-    "engine": {"zero_stage": 3},
-    "data": {"path": "rows.jsonl", "eval_path": "heldout.jsonl", "eval_limit": 8},
+    "run": {"name": "run", "steps": 6, "resume": "auto"}, "policy": {"model": "model", "dtype": "float32", "lr": 1e-2},
+    "engine": {"zero_stage": 3}, "data": {"path": "rows.jsonl", "eval_path": "heldout.jsonl", "eval_limit": 8},
     "rollout": {"prompts_per_step": 12, "num_generations": 4, "max_completion_tokens": 8},
     "grpo": {"beta": 0.02, "ref_every": 2, "ref_mix": 0.5},
     "rewards": [{"function": "exact_match"}, {"function": "early.py:early_letters", "weight": 0.5}],
-    "curriculum": {"sampling": "difficulty"},
-    "eval": {"every": 2},
-    "checkpoint": {"every": 1, "keep": 3},
+    "curriculum": {"sampling": "difficulty"}, "eval": {"every": 2}, "checkpoint": {"every": 1, "keep": 3},
     "log": {"wandb": "disabled"},
-}
+}  # fmt: skip
 REWARD = """
 import json, os
 

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from importlib import metadata
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,15 @@ def capturing(bench: Bench, found: Found) -> None:
         del decoder
 
 
-def _steps(bench: Bench, rows: int, context: int) -> Callable[[int], None]:
+def _steps(bench: Bench, rows: int, context: int, *, uneven: bool = False) -> Callable[[int], None]:
     """Put sequences with random entries into the slots, `context` of them on average over the steps of `decode` that
-    count; returns what advances them by some tokens, reading outcomes as late as a rollout does."""
-    decoder, width, context = bench.decoder, bench.width(context), context - 5 * bench.sizes.steps // 2
-    pages = [list(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
-    active = [Sequence(0, row, row, [row + 1], 1, 1 << 30, pages=pages[row], position=context) for row in range(rows)]
+    count, or from few to twice as many; returns what advances them, reading outcomes as late as a rollout does."""
+    decoder, steps = bench.decoder, 5 * bench.sizes.steps // 2
+    lengths = [max(steps, 2 * context * (row + 1) // (rows + 1)) if uneven else context for row in range(rows)]
+    ends = accumulate((bench.width(length) for length in lengths), initial=1)
+    pages = [list(range(*pair)) for pair in pairwise(ends)]
+    places = enumerate(zip(pages, lengths, strict=True))
+    active = [Sequence(0, row, row, [row + 1], 1, 1 << 30, pages=own, position=n - steps) for row, (own, n) in places]
     decoder.begin(Sampling(1))
     decoder.insert(0, active)
 
@@ -116,6 +120,11 @@ def decode(bench: Bench, found: Found) -> None:
                 "floor_ms": 1e3 * floor,
                 "tokens_per_s": rows / seconds,
             }
+            fits = 2 * context <= max(bench.sizes.contexts) and bench.pages(rows, 2 * context) <= bench.cache.pages
+            if fits and rows > 1:
+                advance = _steps(bench, rows, context, uneven=True)
+                seconds = bench.seconds(lambda: advance(steps), 3) / steps  # noqa: B023
+                found[f"{rows} x {context}, from few to twice as many"] = {"ms": 1e3 * seconds}
 
 
 @torch.inference_mode()

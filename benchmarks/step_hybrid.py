@@ -44,13 +44,10 @@ def build(arguments: list[str]) -> Trainer:
         memory = estimate(config, plan, task.longest_prompt, of_device(device))
         workspace = memory.workspace() if memory else None
     policy = Policy(
-        config.policy,
-        config.engine,
-        task.tokenizer,
-        total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches,
-        decoder=config.rollout.decoder,
+        config.policy, config.engine, task.tokenizer,
+        total_steps=config.run.steps * plan.num_iterations * plan.num_minibatches, decoder=config.rollout.decoder,
         workspace=workspace,
-    )
+    )  # fmt: skip
     # The workloads have no adapters and, if beta is 0, no reference.
     reference = Reference(config.policy, config.engine) if config.grpo.beta else None
     return Trainer(config, plan, policy, reference, task, device)

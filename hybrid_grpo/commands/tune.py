@@ -66,7 +66,7 @@ def tuned(layer: "Layer", units: int, measure: Callable[[Work], float]) -> Any:
 
     for name, works in (
         ("few", [layer.attention(1), layer.attention(4)]),
-        ("many", [layer.attention(32), layer.attention(128)]),
+        ("many", [layer.attention(128, longest=8)]),
         ("products", [layer.products(n, by_kernel=True) for n in (1, 16, 32)]),
     ):
         choices = [best, *(best._replace(**{name: share * units}) for share in (1, 2, 4))]
@@ -96,10 +96,12 @@ class Layer:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=self.device) / 100
 
-    def attention(self, n: int) -> Work:
-        keys, values = (self._random(self._entries // PAGE, PAGE, 2, 128) for _ in range(2))
+    def attention(self, n: int, *, longest: int = 1) -> Work:
+        """Attention to `entries` of n equal sequences, or of some of up to `longest` times as many."""
+        keys, values = (self._random(longest * self._entries // PAGE, PAGE, 2, 128) for _ in range(2))
         table = torch.arange(len(keys), dtype=torch.int32, device=self.device).view(n, -1)
-        last = torch.full((n,), self._entries // n - 1, device=self.device)
+        shares = torch.linspace(1 / n if longest > 1 else 1, 1, n, device=self.device)
+        last = (longest * self._entries // n * shares).long() - 1
         query = self._random(n, self._hidden // 128, 128)
         given = query, keys, values, table, last, 128**-0.5, 0, 0.0, None, self._scratch
         return partial(gpu.attention.paged_attention, *given, schedules={})

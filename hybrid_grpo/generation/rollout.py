@@ -21,12 +21,10 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
     have no effect, and penalties or biases would change what is measured.
     """
     ends = Sampling(
-        max_tokens=config.max_completion_tokens,
-        max_turn_tokens=config.max_turn_tokens or Sampling.max_turn_tokens,
-        min_tokens=config.min_completion_tokens,
-        stop_ids=() if config.ignore_eos else stop_ids,
+        max_tokens=config.max_completion_tokens, max_turn_tokens=config.max_turn_tokens or Sampling.max_turn_tokens,
+        min_tokens=config.min_completion_tokens, stop_ids=() if config.ignore_eos else stop_ids,
         stop_strings=tuple(config.stop_strings),
-    )
+    )  # fmt: skip
     if greedy:
         return replace(ends, temperature=generation.GREEDY)
     return replace(

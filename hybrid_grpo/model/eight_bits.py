@@ -38,7 +38,9 @@ class Int8Weight(nn.Parameter):
     def __getitem__(self, rows: Any) -> Tensor:
         """Return rows in full."""
         codes, form = self.data[rows], self.quant_state
-        return unpack(codes, form.scale[rows], torch.empty(codes.shape, dtype=form.dtype, device=codes.device))
+        out = torch.empty(codes.shape, dtype=form.dtype, device=codes.device)
+        unpack(codes.view(-1, self.shape[1]), form.scale[rows].view(-1), out.view(-1, self.shape[1]))
+        return out
 
 
 class Int8Linear(nn.Linear):

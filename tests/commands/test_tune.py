@@ -32,7 +32,7 @@ def test_what_takes_least_time_is_found_and_read_by_the_next_run(tmp_path, monke
 
     found = tuned(layer, CARD.multi_processor_count, measure)
     assert found == Tiling(few=200, many=400, products=100, most_rows=64)
-    assert {*names} == {"attention", "ours", "torchs"} and len(names) == 4 * (2 + 2 + 3) + 2 * 4
+    assert {*names} == {"attention", "ours", "torchs"} and len(names) == 4 * (2 + 1 + 3) + 2 * 4
     monkeypatch.setenv("HYBRID_GRPO_CACHE", str(tmp_path))
     assert tilings._tiling(CARD) == Tiling(100, 200, 200, 32)
     write(tilings.file(), tilings.name_of(CARD), found)

@@ -155,10 +155,9 @@ def joined(replies: Sequence[Reply]) -> Reply:
     }
     return Reply(
         [value for reply in replies for value in reply.values],
-        [failure for reply in replies for failure in reply.failures],
-        extra,
+        [failure for reply in replies for failure in reply.failures], extra,
         spans=[span for reply in replies for span in reply.spans],
-    )
+    )  # fmt: skip
 
 
 def single_rows(call: Call) -> list[Call]:

@@ -15,7 +15,7 @@ class Tiling(NamedTuple):
     few: int = 256
     """Programs of attention, of equal work, that end soonest with two tiles on their way."""
     many: int = 512
-    """The same with one tile on its way."""
+    """With one tile on its way; where sequences are many, twice as many share their entries."""
     products: int = 256
     """Programs that keep it busy with products of few rows."""
     most_rows: int = 32
