@@ -103,8 +103,10 @@ class Layer:
         shares = torch.linspace(1 / n if longest > 1 else 1, 1, n, device=self.device)
         last = (longest * self._entries // n * shares).long() - 1
         query = self._random(n, self._hidden // 128, 128)
-        given = query, keys, values, table, last, 128**-0.5, 0, 0.0, None, self._scratch
-        return partial(gpu.attention.paged_attention, *given, schedules={})
+        return partial(
+            gpu.attention.paged_attention, query, keys, values, table, last, 128**-0.5, 0, 0.0, None, self._scratch,
+            schedules={},
+        )  # fmt: skip
 
     def products(self, n: int, *, by_kernel: bool) -> Work:
         """All products of `n` rows, with norms, gate and sums, which the work returns."""

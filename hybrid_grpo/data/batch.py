@@ -180,14 +180,13 @@ class Scores:
 
     def _of(self, rows: list[int]) -> Scores:
         return Scores(
-            self.reward_B[rows],
-            {name: value_B[rows] for name, value_B in self.by_function.items()},
+            self.reward_B[rows], {name: value_B[rows] for name, value_B in self.by_function.items()},
             {name: status_B[rows] for name, status_B in self.status.items()},
             None if self.steps is None else [self.steps[row] for row in rows],
             None if self.whole_B is None else self.whole_B[rows],
             {name: [stored[row] for row in rows] for name, stored in self.extra.items()},
             {name: [why[row] for row in rows] for name, why in self.failures.items()},
-        )
+        )  # fmt: skip
 
     def joined(self, more: Scores) -> Scores:
         """The rows of these scores, followed by those of `more`."""

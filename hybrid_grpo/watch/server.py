@@ -34,10 +34,8 @@ _SWITCH_S = 0.0005
 """Seconds after which Python lets another thread compute (default 0.005); a question waits so long for every file."""
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
+    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
+}  # fmt: skip
 """Headers of all answers; due to the first, browsers load nothing from elsewhere, whatever a completion contains."""
 
 

@@ -13,7 +13,7 @@ Dao et al., "Flash-Decoding for long-context inference", 2023. Rotation: Su et a
 with the roundings of transformers' Llama.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
+from hybrid_grpo.model.kernels.gpu.rotation import Turn, inverse_rms, numbers, store_new, turned
 from hybrid_grpo.model.kernels.gpu.tilings import Tiling, tiling_of
 
 _UNITS = 2048
@@ -44,55 +45,6 @@ _PARTS = 10 << 10
 def dot(a, b, c):
     # Exact for float32; of no effect on other types.
     return tl.dot(a, b, c, input_precision="ieee")
-
-
-@triton.jit
-def _tile(pool, place, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load numbers `first` to `WIDTH` of some entries, [entries, BLOCK]."""
-    column = first + tl.arange(0, BLOCK)
-    there = inside[:, None] & (column < WIDTH)[None, :]
-    return tl.load(pool + place[:, None] + column[None, :], mask=there, other=0.0)
-
-
-@triton.jit
-def _inverse_rms(x, place, real, epsilon, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    part = _tile(x, place, real, 0, D, D0).to(tl.float32)
-    squares = tl.sum(part * part, 1)
-    if D1:
-        part = _tile(x, place, real, D0, D, D1).to(tl.float32)
-        squares += tl.sum(part * part, 1)
-    return tl.rsqrt(squares / D + epsilon)
-
-
-@triton.jit
-def _turned(x, place, real, first, turn, norm, inverse, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
-    """Load numbers `first` on of some heads, normed by `norm` and `inverse` and rotated by `turn`, [heads, BLOCK]."""
-    column = first + tl.arange(0, BLOCK)
-    other = tl.where(column < D // 2, column + D // 2, column - D // 2)
-    inside = column < D
-    there = real[:, None] & inside[None, :]
-    a = tl.load(x + place[:, None] + column[None, :], there, 0.0)
-    b = tl.load(x + place[:, None] + other[None, :], there, 0.0)
-    kind = a.dtype
-    if NORM:
-        a = (a.to(tl.float32) * inverse[:, None]).to(kind).to(tl.float32) * tl.load(norm + column, inside, 0.0)[None, :]
-        b = (b.to(tl.float32) * inverse[:, None]).to(kind).to(tl.float32) * tl.load(norm + other, inside, 0.0)[None, :]
-    cos, sin = tl.load(turn + column, inside, 0.0), tl.load(turn + D + column, inside, 0.0)
-    straight = (a.to(kind).to(tl.float32) * cos.to(tl.float32)[None, :]).to(kind).to(tl.float32)
-    crossed = (b.to(kind).to(tl.float32) * sin.to(tl.float32)[None, :]).to(kind).to(tl.float32)
-    return (straight + tl.where(column < D // 2, -crossed, crossed)).to(kind)
-
-
-@triton.jit
-def _store_new(
-    qkv, place, behind, to_key, to_value, one, first, turn, norm, inverse, D: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-):  # fmt: skip
-    """Store numbers `first` on of a new key, which is at `place`, and of its value, `behind` it."""
-    column = first + tl.arange(0, BLOCK)[None, :] + place[:, None] * 0
-    there = one[:, None] & (column < D)
-    tl.store(to_key + column, _turned(qkv, place, one, first, turn, norm, inverse, D, BLOCK, NORM), there)
-    tl.store(to_value + column, _tile(qkv, place + behind, one, first, D, BLOCK), there)
 
 
 @triton.jit
@@ -224,21 +176,21 @@ def _attend(
                 to_key = keys + of_new * key_page + start % PAGE * key_entry + head * key_head
                 to_value = values + of_new * value_page + start % PAGE * value_entry + head * value_head
                 if NORM:
-                    inverse = _inverse_rms(query, new, one, epsilon, D, D0, D1)
-                _store_new(query, new, kv * D, to_key, to_value, one, 0, turn, k_norm, inverse, D, D0, NORM)
+                    inverse = inverse_rms(query, new, one, epsilon, D, D0, D1)
+                store_new(query, new, kv * D, to_key, to_value, one, 0, turn, k_norm, inverse, D, D0, NORM)
                 if D1:
-                    _store_new(query, new, kv * D, to_key, to_value, one, D0, turn, k_norm, inverse, D, D1, NORM)
+                    store_new(query, new, kv * D, to_key, to_value, one, D0, turn, k_norm, inverse, D, D1, NORM)
                 # All threads have stored before any reads.
                 tl.debug_barrier()
             if NORM:
-                inverse = _inverse_rms(query, at_query, real, epsilon, D, D0, D1)
-            q0 = _turned(query, at_query, real, 0, turn, q_norm, inverse, D, D0, NORM)
+                inverse = inverse_rms(query, at_query, real, epsilon, D, D0, D1)
+            q0 = turned(query, at_query, real, 0, turn, q_norm, inverse, D, D0, NORM)
             if D1:
-                q1 = _turned(query, at_query, real, D0, turn, q_norm, inverse, D, D1, NORM)
+                q1 = turned(query, at_query, real, D0, turn, q_norm, inverse, D, D1, NORM)
         else:
-            q0 = _tile(query, at_query, real, 0, D, D0)
+            q0 = numbers(query, at_query, real, 0, D, D0)
             if D1:
-                q1 = _tile(query, at_query, real, D0, D, D1)
+                q1 = numbers(query, at_query, real, D0, D, D1)
         highest = tl.full([QUERIES], -1e30, tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         acc0, acc1 = tl.zeros([QUERIES, V0], tl.float32), tl.zeros([QUERIES, max(V1, 16)], tl.float32)
@@ -247,10 +199,10 @@ def _attend(
             inside = entry < end
             page = tl.load(table + row.to(tl.int64) * table_stride + entry // PAGE, inside, 0).to(tl.int64)
             at_key = page * key_page + entry % PAGE * key_entry + head * key_head
-            k0 = _tile(keys, at_key, inside, 0, D, D0)
+            k0 = numbers(keys, at_key, inside, 0, D, D0)
             logits = dot(q0, tl.trans(k0), tl.zeros([QUERIES, ENTRIES], tl.float32))
             if D1:
-                logits = dot(q1, tl.trans(_tile(keys, at_key, inside, D0, D, D1)), logits)
+                logits = dot(q1, tl.trans(numbers(keys, at_key, inside, D0, D, D1)), logits)
             logits *= scale
             if SOFTCAP:
                 # tanh
@@ -270,10 +222,10 @@ def _attend(
             if SHARED:
                 v0 = k0
             else:
-                v0 = _tile(values, at_value, inside, 0, V, V0)
+                v0 = numbers(values, at_value, inside, 0, V, V0)
             acc0 = dot(weights, v0, acc0 * shrink[:, None])
             if V1:
-                acc1 = dot(weights, _tile(values, at_value, inside, V0, V, V1), acc1 * shrink[:, None])
+                acc1 = dot(weights, numbers(values, at_value, inside, V0, V, V1), acc1 * shrink[:, None])
             highest = higher
 
         last = True
@@ -346,21 +298,6 @@ def _begin_together(keys: Tensor, values: Tensor) -> bool:
     """Whether values are the first numbers of the keys."""
     same_memory = keys.untyped_storage()._cdata == values.untyped_storage()._cdata
     return same_memory and (keys.storage_offset(), keys.stride()) == (values.storage_offset(), values.stride())
-
-
-class Turn(NamedTuple):
-    """What a decode step attends with: products that are still to be normed and rotated, and to come into the cache.
-
-    qkv: [n, (heads + 2 * kv) * d], contiguous: queries, keys and values beside each other.
-    rope: cosines and sines of every position, [positions, 2 * d]; rotary: int64 [n], the positions in it.
-    norms: weights [d] of the RMS norms of the heads of queries and keys, for models that have them.
-    """
-
-    qkv: Tensor
-    rope: Tensor
-    rotary: Tensor
-    norms: tuple[Tensor, Tensor] | None = None
-    epsilon: float = 0.0
 
 
 def paged_attention(

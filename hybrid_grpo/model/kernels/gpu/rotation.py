@@ -1,9 +1,9 @@
-"""Rotary embedding on a GPU, of whole rows in training and prefill.
+"""Rotary embedding on a GPU: of whole rows in training and prefill, and what attention does of it in a decode step.
 
 Su et al., arXiv:2104.09864, in the layout and with the roundings of transformers' Llama.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,70 @@ from hybrid_grpo.model.kernels.gpu.launcher import launch
 
 _TILE = 2048
 """Most elements of each half that a program rotates at once."""
+
+
+class Turn(NamedTuple):
+    """What a decode step attends with: products that are still to be normed and rotated, and to come into the cache.
+
+    qkv: [n, (heads + 2 * kv) * d], contiguous: queries, keys and values beside each other.
+    rope: cosines and sines of every position, [positions, 2 * d]; rotary: int64 [n], the positions in it.
+    norms: weights [d] of the RMS norms of the heads of queries and keys, for models that have them.
+    """
+
+    qkv: Tensor
+    rope: Tensor
+    rotary: Tensor
+    norms: tuple[Tensor, Tensor] | None = None
+    epsilon: float = 0.0
+
+
+@triton.jit
+def numbers(pool, place, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load numbers `first` to `WIDTH` of some entries, [entries, BLOCK]."""
+    column = first + tl.arange(0, BLOCK)
+    there = inside[:, None] & (column < WIDTH)[None, :]
+    return tl.load(pool + place[:, None] + column[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def inverse_rms(x, place, real, epsilon, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    part = numbers(x, place, real, 0, D, D0).to(tl.float32)
+    squares = tl.sum(part * part, 1)
+    if D1:
+        part = numbers(x, place, real, D0, D, D1).to(tl.float32)
+        squares += tl.sum(part * part, 1)
+    return tl.rsqrt(squares / D + epsilon)
+
+
+@triton.jit
+def turned(x, place, real, first, turn, norm, inverse, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Load numbers `first` on of some heads, normed by `norm` and `inverse` and rotated by `turn`, [heads, BLOCK]."""
+    column = first + tl.arange(0, BLOCK)
+    other = tl.where(column < D // 2, column + D // 2, column - D // 2)
+    inside = column < D
+    there = real[:, None] & inside[None, :]
+    a = tl.load(x + place[:, None] + column[None, :], there, 0.0)
+    b = tl.load(x + place[:, None] + other[None, :], there, 0.0)
+    kind = a.dtype
+    if NORM:
+        a = (a.to(tl.float32) * inverse[:, None]).to(kind).to(tl.float32) * tl.load(norm + column, inside, 0.0)[None, :]
+        b = (b.to(tl.float32) * inverse[:, None]).to(kind).to(tl.float32) * tl.load(norm + other, inside, 0.0)[None, :]
+    cos, sin = tl.load(turn + column, inside, 0.0), tl.load(turn + D + column, inside, 0.0)
+    straight = (a.to(kind).to(tl.float32) * cos.to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    crossed = (b.to(kind).to(tl.float32) * sin.to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    return (straight + tl.where(column < D // 2, -crossed, crossed)).to(kind)
+
+
+@triton.jit
+def store_new(
+    qkv, place, behind, to_key, to_value, one, first, turn, norm, inverse, D: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Store numbers `first` on of a new key, which is at `place`, and of its value, `behind` it."""
+    column = first + tl.arange(0, BLOCK)[None, :] + place[:, None] * 0
+    there = one[:, None] & (column < D)
+    tl.store(to_key + column, turned(qkv, place, one, first, turn, norm, inverse, D, BLOCK, NORM), there)
+    tl.store(to_value + column, numbers(qkv, place + behind, one, first, D, BLOCK), there)
 
 
 @triton.jit
