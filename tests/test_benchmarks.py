@@ -119,7 +119,7 @@ def test_the_profile_measures_every_part_at_toy_sizes(tmp_path):
     gaps = [gap for row in found["checks"].values() if isinstance(row, dict) for gap in row.values()]
     assert all(gap < 1e-5 for gap in gaps if isinstance(gap, float)) and "FAILED" not in str(found["checks"])
     decode = {case: row for case, row in found["decode"].items() if " x " in case}
-    assert list(decode) == ["1 x 20", "2 x 20", "1 x 40", "2 x 40"]
+    assert list(decode) == ["1 x 20", "2 x 20", "2 x 20, from few to twice as many", "1 x 40", "2 x 40"]
     assert all(0 < row["floor_ms"] < row["ms"] for row in decode.values())
     assert found["capturing"]["again"]["forwards"] == 2 and found["training"]["checkpointing"]["mfu"] > 0
     assert len(found["training_kernels"]["kernels"]) == len(found["decode_kernels"]["kernels of 2 x 20"]) == 15
