@@ -94,7 +94,7 @@ def make_task(folder: Path) -> None:
     for seed, name in enumerate(("model", "other")):
         torch.manual_seed(seed)
         config = Qwen2Config(
-            **{"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+            **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
             **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
             **{"tie_word_embeddings": True, "initializer_range": 0.1, "bos_token_id": None},
             **{"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id},

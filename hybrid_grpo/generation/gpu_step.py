@@ -120,8 +120,7 @@ def _matrices(modules: Sequence[Any]) -> list[Any]:
         weight = joined([module.weight for module in modules])
         bias = joined(biases) if len(biases) == len(modules) else None
         if weight is not None and (bias is not None or not biases):
-            weights: list[Any] = [module.weight for module in modules if isinstance(module, Int8Linear)]
-            scales = [weight.quant_state.scale for weight in weights]
+            scales = [_linear_of(m).weight.quant_state.scale for m in modules if isinstance(m, Int8Linear)]
             return [gpu.products.Matrix(weight, bias, scale=joined(scales) if scales else None)]
     return [_matrix(module) for module in modules]
 

@@ -60,10 +60,10 @@ def fuse(model: Any, device: torch.device | None) -> None:
         if "forward" not in module.__dict__ and (forward := _fused(module, right)) is not None:
             module.forward = forward
     for layer in model.modules():
-        norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
-        forwards = [getattr(vars(norm).get("forward"), "func", None) for norm in norms if norm is not None]
-        if is_residual_layer(layer) and forwards == [_normed, _normed]:
-            layer.__class__ = _with_residuals(layer.__class__)
+        if is_residual_layer(layer):
+            norms = layer.input_layernorm, layer.post_attention_layernorm
+            if all(getattr(vars(norm).get("forward"), "func", None) is _normed for norm in norms):
+                layer.__class__ = _with_residuals(layer.__class__)
 
 
 def tile_mlps(model: Any) -> None:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
-from hybrid_grpo.model.kernels.gpu.rotation import Turn, inverse_rms, numbers, store_new, turned
+from hybrid_grpo.model.kernels.gpu.rotation import Turn, inverse_rms, loaded, store_new, turned
 from hybrid_grpo.model.kernels.gpu.tilings import Tiling, tiling_of
 
 _UNITS = 2048
@@ -116,7 +116,7 @@ def _schedule(
         end = start + tl.load(begins + row + 1, inside, 0) - tl.load(begins + row, inside, 0)
     begin = tl.where(window > 0, tl.maximum(start - window + 1, 0), 0) // _UNIT
     units = tl.where(inside, tl.maximum(tl.cdiv(end, _UNIT) - begin, 0), 0)
-    # As much for each program as if all entries were those of one row.
+    # About as much for each program, and no row's programs also work for another.
     target = tl.maximum(tl.cdiv(tl.sum(units), budget), least)
     share = tl.maximum(tl.cdiv(units, tl.maximum(tl.minimum(tl.cdiv(units, target), most), 1)), 1)
     used = tl.where(inside, tl.maximum(tl.cdiv(units, share), 1), 0)
@@ -188,9 +188,9 @@ def _attend(
             if D1:
                 q1 = turned(query, at_query, real, D0, turn, q_norm, inverse, D, D1, NORM)
         else:
-            q0 = numbers(query, at_query, real, 0, D, D0)
+            q0 = loaded(query, at_query, real, 0, D, D0)
             if D1:
-                q1 = numbers(query, at_query, real, D0, D, D1)
+                q1 = loaded(query, at_query, real, D0, D, D1)
         highest = tl.full([QUERIES], -1e30, tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         acc0, acc1 = tl.zeros([QUERIES, V0], tl.float32), tl.zeros([QUERIES, max(V1, 16)], tl.float32)
@@ -199,10 +199,10 @@ def _attend(
             inside = entry < end
             page = tl.load(table + row.to(tl.int64) * table_stride + entry // PAGE, inside, 0).to(tl.int64)
             at_key = page * key_page + entry % PAGE * key_entry + head * key_head
-            k0 = numbers(keys, at_key, inside, 0, D, D0)
+            k0 = loaded(keys, at_key, inside, 0, D, D0)
             logits = dot(q0, tl.trans(k0), tl.zeros([QUERIES, ENTRIES], tl.float32))
             if D1:
-                logits = dot(q1, tl.trans(numbers(keys, at_key, inside, D0, D, D1)), logits)
+                logits = dot(q1, tl.trans(loaded(keys, at_key, inside, D0, D, D1)), logits)
             logits *= scale
             if SOFTCAP:
                 # tanh
@@ -222,10 +222,10 @@ def _attend(
             if SHARED:
                 v0 = k0
             else:
-                v0 = numbers(values, at_value, inside, 0, V, V0)
+                v0 = loaded(values, at_value, inside, 0, V, V0)
             acc0 = dot(weights, v0, acc0 * shrink[:, None])
             if V1:
-                acc1 = dot(weights, numbers(values, at_value, inside, V0, V, V1), acc1 * shrink[:, None])
+                acc1 = dot(weights, loaded(values, at_value, inside, V0, V, V1), acc1 * shrink[:, None])
             highest = higher
 
         last = True

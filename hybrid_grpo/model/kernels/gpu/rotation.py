@@ -32,7 +32,7 @@ class Turn(NamedTuple):
 
 
 @triton.jit
-def numbers(pool, place, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def loaded(pool, place, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load numbers `first` to `WIDTH` of some entries, [entries, BLOCK]."""
     column = first + tl.arange(0, BLOCK)
     there = inside[:, None] & (column < WIDTH)[None, :]
@@ -41,10 +41,11 @@ def numbers(pool, place, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def inverse_rms(x, place, real, epsilon, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    part = numbers(x, place, real, 0, D, D0).to(tl.float32)
+    """Return what the norm of some heads multiplies them by, [heads]."""
+    part = loaded(x, place, real, 0, D, D0).to(tl.float32)
     squares = tl.sum(part * part, 1)
     if D1:
-        part = numbers(x, place, real, D0, D, D1).to(tl.float32)
+        part = loaded(x, place, real, D0, D, D1).to(tl.float32)
         squares += tl.sum(part * part, 1)
     return tl.rsqrt(squares / D + epsilon)
 
@@ -77,7 +78,7 @@ def store_new(
     column = first + tl.arange(0, BLOCK)[None, :] + place[:, None] * 0
     there = one[:, None] & (column < D)
     tl.store(to_key + column, turned(qkv, place, one, first, turn, norm, inverse, D, BLOCK, NORM), there)
-    tl.store(to_value + column, numbers(qkv, place + behind, one, first, D, BLOCK), there)
+    tl.store(to_value + column, loaded(qkv, place + behind, one, first, D, BLOCK), there)
 
 
 @triton.jit
