@@ -192,7 +192,6 @@ class ScoreConfig(RecipeReader):
     eval: EvalConfig = field(default_factory=EvalConfig)
     """The threshold (`eval.threshold`): a completion whose reward is at least this counts as right."""
     score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
-    """Where rewards are written, and which of a run's steps are scored."""
 
     command = "score"
 

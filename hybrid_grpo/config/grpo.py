@@ -270,6 +270,7 @@ class GrpoConfig:
     def _check_effect(self) -> Self:
         """Refuse settings that were changed but have no effect."""
         uncorrected, used = self.sampler_correction == "none", self.surrogate
+        of_sampler = "sampler_ratio_max sampler_ratio_min sampler_normalize"
         no_clip, no_high = used != "clip", used in ("sapo", "ratio")
         clips_nothing = f"grpo.surrogate {used}, which clips no gradient: set grpo.surrogate to clip"
         no_reference = "grpo.beta 0, which loads no reference: set grpo.beta"
@@ -288,11 +289,7 @@ class GrpoConfig:
             ("cov_low cov_high", self.tokens != "clip_cov", f"grpo.tokens {self.tokens}: set that to clip_cov"),
             ("entropy_step", self.entropy_target is None, "grpo.entropy_target null: set that"),
             ("overlong_penalty", self.overlong_buffer == 0, "grpo.overlong_buffer 0: set that"),
-            (
-                "sampler_ratio_max sampler_ratio_min sampler_normalize",
-                uncorrected,
-                "grpo.sampler_correction none: set that to truncate or mask",
-            ),
+            (of_sampler, uncorrected, "grpo.sampler_correction none: set that to truncate or mask"),
             (steps, self.combine_rewards == "normalize", f"grpo.combine_rewards normalize, {of_wholes} sum"),
             (steps, self.baseline == "best_other", f"grpo.baseline best_other, {of_wholes} mean"),
             ("max_resamples", not self.dynamic_sampling, "grpo.dynamic_sampling false: set that to true"),

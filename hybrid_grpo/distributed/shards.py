@@ -287,13 +287,9 @@ def _write(
         state = states.get(flat.tensor, {})
         tensors = {key: value for key, value in state.items() if key != _STEP and isinstance(value, Tensor)}
         moments = {key: value for key, value in tensors.items() if value.shape == flat.tensor.shape}
-        content.append(
-            {
-                "pieces": [astuple(piece) for piece in flat.pieces],
-                "step": None if _STEP not in state else int(state[_STEP]),
-                "tensors": {_WEIGHT: flat.tensor, **moments},
-            }
-        )
+        step = None if _STEP not in state else int(state[_STEP])
+        pieces = [astuple(piece) for piece in flat.pieces]
+        content.append({"pieces": pieces, "step": step, "tensors": {_WEIGHT: flat.tensor, **moments}})
     tensor_files.write({"shapes": shapes, "flats": content}, _path(folder, name, rank(), world_size()))
 
 

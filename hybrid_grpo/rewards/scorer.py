@@ -188,13 +188,8 @@ class Rewards:
         """Print a failure on a completion of a prompt, unless one of the same function and kind has been printed."""
         if (name, failure.kind) not in self._reported:
             self._reported.add((name, failure.kind))
-            print(
-                f"rewards: {name} {failure.message}. The completion of row {prompt.id} (from 0) has no reward and"
-                f" counts as failed\n"
-                f"{failure.traceback}",
-                file=sys.stderr,
-                flush=True,
-            )
+            row = f"The completion of row {prompt.id} (from 0) has no reward and counts as failed"
+            print(f"rewards: {name} {failure.message}. {row}\n{failure.traceback}", file=sys.stderr, flush=True)
 
 
 class Stream:

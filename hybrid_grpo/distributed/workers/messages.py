@@ -90,17 +90,12 @@ def decode_reply(message: bytes, calls: Mapping[int, PendingCall]) -> tuple[int,
             return None
         entry, rows = calls[number].entry, calls[number].expected
         reasons = {int(row): _failure(**reason) for row, reason in failures.items()}
-        reply = Reply(
-            [
-                None if index in reasons else entry.checked(value, row)
-                for index, (value, row) in enumerate(zip(values, rows, strict=True))
-            ],
-            [reasons.get(index) for index in range(len(rows))],
-            stored(extra, len(rows)),
-            spent is True,
-            whole is True,
-        )
-        return number, reply
+        values = [
+            None if index in reasons else entry.checked(value, row)
+            for index, (value, row) in enumerate(zip(values, rows, strict=True))
+        ]
+        failed = [reasons.get(index) for index in range(len(rows))]
+        return number, Reply(values, failed, stored(extra, len(rows)), spent is True, whole is True)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError("no reply") from error
 

@@ -114,24 +114,15 @@ def joined(play: Play, outcome: Reply, reward: str) -> Completion:
     chat = chat[len(before) :] if begins(chat, before) else chat
     failure = outcome.failures[0]
     return Completion(
-        ids,
-        logp,
-        "length" if play.is_cut else "stop",
-        words["content"],
-        tuple(observations),
-        tuple(chat),
-        pictures=tuple(picture for history in play.histories for picture in history.pictures),
-        learned=bool(starts),
+        ids, logp, "length" if play.is_cut else "stop", words["content"], tuple(observations), tuple(chat),
+        pictures=tuple(picture for history in play.histories for picture in history.pictures), learned=bool(starts),
         episode=Episode(
-            reward,
-            total=total,
-            parts=parts,
-            chats=tuple(map(tuple, earlier)),
+            reward, total=total, parts=parts, chats=tuple(map(tuple, earlier)),
             failure=failure.message if failure else None,
         ),
         histories=tuple(starts),
         sidecars=tuple(type(parts[0]).joined(parts) for parts in zip(*(c.sidecars for c in completions), strict=True)),
-    )
+    )  # fmt: skip
 
 
 def _words(history: History) -> Message:

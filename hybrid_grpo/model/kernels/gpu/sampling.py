@@ -1,4 +1,8 @@
-"""Drawing tokens on a GPU: one program reads a row of logits. generation/categorical.py defines what it computes."""
+"""Drawing tokens on a GPU, where a program reads a block of a row. generation/categorical.py defines what it computes.
+
+Filters are searched for in whole rows. Then a kernel sums the weights of each block, and another draws, from these sums
+and from the one block that has the token. Sums of integers do not depend on who adds up what.
+"""
 
 import torch
 import triton
@@ -7,8 +11,8 @@ from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
 
-_BLOCK = 8192
-"""Faster than 4,096 by a fifth on an H200, for 1 row and for 256: benchmarks/results/gpu_attention.json."""
+_BLOCK = 4096
+"""Not measured yet: on an H200 one program took 67 us for a row of 151,936, which 38 share now."""
 _SEARCH_BLOCK = 1024
 """Smaller, because a search holds sixteen sums for each column of a block."""
 
@@ -86,23 +90,13 @@ def _lowest_kept(
 
 
 @triton.jit
-def _sample(
-    token, logp, kept_logp, lowest_logit, logits, stride, vocabulary, keys, counters, inverse_temperature, top_k,
-    top_p, least_weight,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, GREEDY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, SEARCH_BLOCK: tl.constexpr,
+def _search(
+    peaks, lowest_key, logits, stride, vocabulary, inverse_temperature, top_k, top_p,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    broken = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        x, inside = _row(logits, start, vocabulary, BLOCK)
-        highest = tl.maximum(highest, x)
-        broken |= (inside & (x != x)).to(tl.int32)
-    peak = tl.where(tl.max(broken, axis=0) > 0, float("nan"), tl.max(highest, axis=0))
-
-    lowest = tl.zeros([], tl.int64)
+    peak, lowest = tl.load(peaks + row).to(tl.float32), tl.zeros([], tl.int64)
     if TOP_K:
         lowest = _lowest_kept(logits, vocabulary, peak, inverse_temperature, lowest, top_k, False, BITS, SEARCH_BLOCK)
     if TOP_P:
@@ -114,38 +108,54 @@ def _sample(
         lowest = tl.maximum(
             lowest, _lowest_kept(logits, vocabulary, peak, inverse_temperature, lowest, limit, True, BITS, SEARCH_BLOCK)
         )
+    tl.store(lowest_key + row, lowest)
 
-    # Sum the kept weights of each block: the block in which the running sum passes the draw has the token.
-    number = tl.arange(0, BLOCKS)
-    sums, every = tl.zeros([BLOCKS], tl.int64), tl.zeros([BLOCK], tl.int64)
-    least = tl.full([BLOCK], float("inf"), tl.float32)
-    for index in range(0, tl.cdiv(vocabulary, BLOCK)):
-        x, inside = _row(logits, index * BLOCK, vocabulary, BLOCK)
-        weight = _weight(x, inside, peak, inverse_temperature)
-        every += weight
-        kept = tl.where((_key(x, BITS) >= lowest) & (weight >= least_weight), weight, 0)
-        sums = tl.where(number == index, tl.sum(kept, axis=0), sums)
-        least = tl.minimum(least, tl.where(kept > 0, x, float("inf")))
-    total = tl.sum(every, axis=0)
-    kept_total = tl.sum(sums, axis=0)
-    target = tl.zeros([], tl.int64)
+
+@triton.jit
+def _sum_weights(
+    sums, kept_sums, least, peaks, lowest_key, logits, stride, vocabulary, inverse_temperature, least_weight,
+    SEARCHED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x, inside = _row(logits + row * stride, block * BLOCK, vocabulary, BLOCK)
+    weight = _weight(x, inside, tl.load(peaks + row).to(tl.float32), inverse_temperature)
+    lowest = tl.load(lowest_key + row) if SEARCHED else 0
+    kept = tl.where((_key(x, BITS) >= lowest) & (weight >= least_weight), weight, 0)
+    at = row * tl.num_programs(1) + block
+    tl.store(sums + at, tl.sum(weight, axis=0))
+    tl.store(kept_sums + at, tl.sum(kept, axis=0))
+    tl.store(least + at, tl.min(tl.where(kept > 0, x, float("inf")), axis=0))
+
+
+@triton.jit
+def _sample(
+    token, logp, kept_logp, lowest_logit, sums, kept_sums, least, peaks, lowest_key, logits, stride, vocabulary,
+    inverse_temperature, least_weight, keys, counters,
+    GREEDY: tl.constexpr, SEARCHED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row, number, blocks = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS), tl.cdiv(vocabulary, BLOCK)
+    at, real, peak = row * blocks + number, number < blocks, tl.load(peaks + row).to(tl.float32)
+    total, kept_sum = tl.sum(tl.load(sums + at, real, 0), axis=0), tl.load(kept_sums + at, real, 0)
+    kept_total, target = tl.sum(kept_sum, axis=0), tl.zeros([], tl.int64)
     if not GREEDY:
         target = _portion(kept_total, _draw(tl.load(keys + row), tl.load(counters + row)))
-    passed = (tl.cumsum(sums, axis=0) <= target).to(tl.int32)
-    block = tl.sum(passed, axis=0)
-    before_block = tl.sum(tl.where(number < block, sums, 0), axis=0)
+    # The block in which the running sum passes the draw has the token.
+    block = tl.sum((tl.cumsum(kept_sum, axis=0) <= target).to(tl.int32), axis=0)
+    before = tl.sum(tl.where(number < block, kept_sum, 0), axis=0)
+    logits += row * stride
     x, inside = _row(logits, block * BLOCK, vocabulary, BLOCK)
     weight = _weight(x, inside, peak, inverse_temperature)
+    lowest = tl.load(lowest_key + row) if SEARCHED else 0
     kept = tl.where((_key(x, BITS) >= lowest) & (weight >= least_weight), weight, 0)
-    within = tl.sum((before_block + tl.cumsum(kept, axis=0) <= target).to(tl.int32), axis=0)
+    within = tl.sum((before + tl.cumsum(kept, axis=0) <= target).to(tl.int32), axis=0)
     chosen = tl.where(kept_total > 0, block * BLOCK + within, 0)
     tl.store(token + row, chosen.to(tl.int64))
-    x = tl.load(logits + chosen).to(tl.float32)
-    gap = (x - peak) * inverse_temperature
+    gap = (tl.load(logits + chosen).to(tl.float32) - peak) * inverse_temperature
     tl.store(logp + row, gap - tl.log(total.to(tl.float32) * 9.094947017729282e-13))
     tl.store(kept_logp + row, gap - tl.log(kept_total.to(tl.float32) * 9.094947017729282e-13))
     # Nothing is equal to or above NaN.
-    tl.store(lowest_logit + row, tl.where(kept_total > 0, tl.min(least, axis=0), float("nan")))
+    least_kept = tl.min(tl.load(least + at, real, float("inf")), axis=0)
+    tl.store(lowest_logit + row, tl.where(kept_total > 0, least_kept, float("nan")))
 
 
 def sample(
@@ -153,16 +163,20 @@ def sample(
     least_weight: int, greedy: bool, names_kept: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Draw tokens as `generation.categorical.sample` does; the last six arguments are the fields of its `Filters`."""
-    n, vocabulary = logits_nV.shape
-    token_n, logp_n = key_n.new_empty(n), torch.empty(n, dtype=torch.float32, device=logits_nV.device)
-    kept_logp_n, lowest_n = torch.empty_like(logp_n), torch.empty_like(logp_n)
+    (n, vocabulary), blocks = logits_nV.shape, triton.cdiv(logits_nV.shape[1], _BLOCK)
+    (token_n, lowest_key_n), (sum_nB, kept_sum_nB) = key_n.new_empty(2, n), key_n.new_empty(2, n, blocks)
+    logp_n, kept_logp_n, lowest_n = torch.empty(3, n, dtype=torch.float32, device=logits_nV.device)
+    least_nB, row = logp_n.new_empty(n, blocks), (logits_nV, logits_nV.stride(0), vocabulary, inverse_temperature)
+    shape = {"BITS": 16 if logits_nV.dtype == torch.bfloat16 else 32, "BLOCK": _BLOCK, "num_warps": 8}
+    found, top = (logits_nV.amax(-1), lowest_key_n), {"TOP_K": 0 < top_k < vocabulary, "TOP_P": top_p < 1 << 23}
+    if any(top.values()):
+        launch(_search, (n,), *found, *row, top_k, top_p, SEARCH_BLOCK=_SEARCH_BLOCK, **top, **shape)
+    sums, shape["SEARCHED"] = (sum_nB, kept_sum_nB, least_nB), any(top.values())
+    launch(_sum_weights, (n, blocks), *sums, *found, *row, least_weight, **shape)
     launch(
         _sample, (n,),
-        token_n, logp_n, kept_logp_n, lowest_n, logits_nV, logits_nV.stride(0), vocabulary, key_n, counter_n,
-        inverse_temperature, top_k, top_p, least_weight,
-        TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1 << 23, GREEDY=greedy,
-        BITS=16 if logits_nV.dtype == torch.bfloat16 else 32, BLOCK=_BLOCK,
-        BLOCKS=triton.next_power_of_2(triton.cdiv(vocabulary, _BLOCK)), SEARCH_BLOCK=_SEARCH_BLOCK, num_warps=16,
+        token_n, logp_n, kept_logp_n, lowest_n, *sums, *found, *row, least_weight, key_n, counter_n,
+        GREEDY=greedy, BLOCKS=triton.next_power_of_2(blocks), **shape,
     )  # fmt: skip
     # Filters keep every token that is at least as probable as another that they keep.
     return token_n, logp_n, kept_logp_n, logits_nV >= lowest_n[:, None] if names_kept else None

@@ -26,8 +26,8 @@ def test_kernels_compile_for_gpus_of_each_generation(architecture, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     used = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, *_ in used} == {
-        *("_attend", "_schedule", "_add_norm", "_silu_times", "_sample", "_add", "_gradient", "_product"),
-        *("_add_norm_backward", "_silu_times_backward", "_rotate", "_convolve", "_delta", "_mamba"),
+        *("_attend", "_schedule", "_add_norm", "_silu_times", "_sample", "_add", "_gradient", "_product", "_search"),
+        *("_add_norm_backward", "_silu_times_backward", "_rotate", "_convolve", "_delta", "_mamba", "_sum_weights"),
     }
     # A call takes some bytes of the stack.
     assert all(int(size) <= SHARED_MEMORY and int(spilled) <= 16 for _, size, spilled in used), used

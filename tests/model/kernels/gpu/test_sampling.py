@@ -24,7 +24,6 @@ def random_filters(rng):
 
 
 def random_logits(rng, generator, dtype):
-    # Blocks have 4,096 columns, those of a search 1,024.
     vocabulary = rng.choice([4097, 9000] if rng.random() < 0.05 else [1, 2, 29, 300, 1000, 1024, 1500])
     rows = rng.randint(1, 2)
     wide = rng.choice([0, 5])
@@ -43,8 +42,9 @@ def random_logits(rng, generator, dtype):
 
 
 @pytest.mark.parametrize("case", cases())
-def test_tokens_are_those_of_torch(case, seeded):
+def test_tokens_are_those_of_torch(case, seeded, monkeypatch):
     rng, generator = seeded(case)
+    monkeypatch.setattr(sampling, "_BLOCK", rng.choice([256, sampling._BLOCK]))
     logits_nV = random_logits(rng, generator, rng.choice(DTYPES))
     filters = random_filters(rng)
     key_n = torch.randint(-(1 << 62), 1 << 62, (len(logits_nV),), generator=generator).to(DEVICE)
