@@ -176,7 +176,7 @@ class Bench:
 
     def release(self, *more: str) -> None:
         """Give back the memory of decoding, and `more`."""
-        for name in ("decoder", "cache", "view", *more):
+        for name in ("decoder", "cache", "geometry", "view", *more):
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":

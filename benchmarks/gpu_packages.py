@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 THERE = "torch", "triton", "transformers"
 LEFT_OUT = {"wandb"}
 """No part of gpu.sh logs to it."""
-BESIDE = "pytest", "pytest-xdist", "hypothesis", "gguf", "bitsandbytes"
+BESIDE = "pytest", "pytest-xdist", "hypothesis", "gguf", "bitsandbytes", "peft"
 TRL = "trl==1.16.*"
 """As in trl_env.sh: it requires no more than this package does."""
 

@@ -13,11 +13,11 @@ late keeps what it has measured, the others still run, and the file is written a
     capturing         seconds of capturing all decode steps as CUDA graphs, at first and when all is compiled
     decode            milliseconds of a step of `Decoder`, by rows and context, and of reading weights and cache once
     decode_kernels    the longest kernels of these steps
-    products          the same steps with the kernel for products of few rows, by torch, and with weights in eight bits
-    tune              what `hybrid-grpo tune` finds, which is not used here
     prefill           tokens per second, of prompts and of answers after a context
     training          forward and backward of one micro-batch, with model FLOPs utilization (MFU)
     training_kernels  its longest kernels
+    products          the steps with the kernel for products of few rows, by torch, and with weights in eight bits
+    tune              what `hybrid-grpo tune` finds, which is not used here
     peers             if it is named: steps beside figures that others have published
 
 `--toy` runs all parts at toy sizes on the CPU, in torch and Triton's interpreter, to show that the script runs.
@@ -51,8 +51,8 @@ Found = dict[str, Any]
 PARTS: dict[str, tuple[Callable[[gpu_bench.Bench, Found], None], float]] = {
     "versions": (parts.versions, 15), "model": (parts.model, 20), "checks": (checks, 60),
     "capturing": (parts.capturing, 90), "decode": (parts.decode, 40), "decode_kernels": (parts.decode_kernels, 20),
-    "products": (parts.products, 45), "tune": (parts.tune, 40), "prefill": (parts.prefill, 30),
-    "training": (parts.training, 60), "training_kernels": (parts.training_kernels, 30), "peers": (parts.peers, 240),
+    "prefill": (parts.prefill, 30), "training": (parts.training, 60), "training_kernels": (parts.training_kernels, 30),
+    "products": (parts.products, 45), "tune": (parts.tune, 40), "peers": (parts.peers, 240),
 }  # fmt: skip
 """Each part, and the most seconds that it may take on a GPU."""
 

@@ -25,7 +25,7 @@ else
     fi
     bash training_scripts/quickstart.sh "${given[@]}" --run.name real --log.wandb disabled
 fi
-python - "$run/metrics.jsonl" $((SECONDS - start)) >"$json" <<'END'
+python - "$run/metrics.jsonl" $((SECONDS - start)) >"$json.part" <<'END'
 import json, statistics, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]
 accuracy = [row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row]
@@ -34,4 +34,4 @@ speed = statistics.median(row.get("throughput/generated_tokens_per_s", 0) for ro
 found = {"accuracy": [accuracy[0], accuracy[-1]], "completions": completions, "seconds": int(sys.argv[2])}
 print(json.dumps(found | {"generated tokens/s": speed}))
 END
-[ -s "$json" ] || { rm -f "$json"; echo "the quickstart left no metrics" >&2; exit 1; }
+if [ -s "$json.part" ]; then mv "$json.part" "$json"; else echo "the quickstart left no metrics" >&2 && exit 1; fi

@@ -25,7 +25,7 @@ from machine import parser_of, save
 from hybrid_grpo.run.local_ranks import free_port
 
 ROOT = Path(__file__).parent.parent
-STEPS, GONE_S, MOST_S = 3, 60.0, 75.0
+STEPS, GONE_S, MOST_S = 3, 60.0, 110.0
 """Steps of a run; seconds within which it has to end after a rank has died, and in all."""
 LOOPBACK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -125,7 +125,11 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="on the CPU")
     given = parser.parse_args()
     runs, found = Runs(given.folder.resolve(), given.toy), dict[str, Any]()
-    alone, failed = runs.finished("alone", 1, 2), ""
+    try:
+        alone, failed = runs.finished("alone", 1, 2), ""
+    except SystemExit as error:
+        save(given.json, {"alone": {"failed": str(error)}})
+        raise
     for name, stage in (("zero3", 3), ("split", 2)):
         try:
             found[name] = two(runs, name, stage, alone)

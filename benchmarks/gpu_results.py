@@ -41,7 +41,10 @@ class Results:
 
     def _left(self, name: str) -> Any:
         tests, numbers = (self.folder / "gpu" / f"{name}.{suffix}" for suffix in ("xml", "json"))
-        return _tests(tests) if tests.exists() else json.loads(numbers.read_text()) if numbers.exists() else {}
+        try:
+            return _tests(tests) if tests.exists() else json.loads(numbers.read_text()) if numbers.exists() else {}
+        except (ValueError, ElementTree.ParseError):  # it was stopped while it wrote
+            return {}
 
     def table(self) -> str:
         """A table in Markdown: a row for each part, in the order of gpu.sh."""
@@ -102,8 +105,8 @@ def _first(named: dict[str, Any]) -> Any:
 
 def _tests(path: Path) -> dict[str, int]:
     suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
-    count = {what: sum(int(suite.get(what, 0)) for suite in suites) for what in ("tests", "skipped")}
-    return {"passed": count["tests"] - count["skipped"], "skipped": count["skipped"]}
+    all_, skipped, *bad = (sum(int(x.get(n, 0)) for x in suites) for n in ("tests", "skipped", "failures", "errors"))
+    return {"passed": all_ - skipped - sum(bad), "failed": sum(bad), "skipped": skipped}
 
 
 def _profile(found: dict[str, dict[str, Any]]) -> str:

@@ -66,7 +66,10 @@ CASES = {
     ),
     "gpu": Case(
         MODELS["Qwen2.5-1.5B"],
-        {"engine.zero_stage": 3, "policy.gradient_checkpointing": True, "rollout.prompts_per_step": 16},
+        {
+            **{"engine.zero_stage": 3, "policy.gradient_checkpointing": True, "rollout.prompts_per_step": 16},
+            **{"run.steps": 2, "checkpoint.every_minutes": 0},  # one would be 18 GB
+        },
         prompt=512,
         completion=1024,
         on_gpu=True,

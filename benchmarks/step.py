@@ -31,6 +31,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +144,10 @@ class Worker:
         return self.ask(shorten=shorten)
 
 
-def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Every side's results on a workload."""
+def measure(
+    name: str, job: Job, arguments: argparse.Namespace, folder: Path, keep: Callable[[dict[str, dict[str, Any]]], None]
+) -> dict[str, dict[str, Any]]:
+    """Every side's results on a workload, which `keep` is given after each round too."""
 
     def worker(side: str) -> Worker:
         stage, foreign = SIDES[side].stage, SIDES[side].foreign
@@ -170,6 +173,7 @@ def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) ->
             for _ in range(arguments.repeats):
                 for each in workers:
                     runs[each.name].append(each.step())
+                keep({side: summary(of_side) for side, of_side in runs.items() if of_side})
     return {side: summary(of_side) for side, of_side in runs.items()}
 
 
@@ -255,13 +259,17 @@ def main() -> None:
         arguments.trl_python = arguments.trl_python or trl_environment()
         if not arguments.trl_python.exists():
             sys.exit(f"--trl-python {arguments.trl_python} is not there: `bash benchmarks/trl_env.sh FOLDER` makes it")
+    trl = arguments.trl_python if any(SIDES[side].foreign for side in arguments.sides) else None
     for name in arguments.workload:
+
+        def keep(results: dict[str, dict[str, Any]], name: str = name) -> None:
+            if arguments.json:
+                merge(arguments.json, measured_on(arguments.threads, trl), name, results)
+
         with tempfile.TemporaryDirectory() as folder:
-            results = measure(name, JOBS[name](Path(folder)), arguments, Path(folder))
+            results = measure(name, JOBS[name](Path(folder)), arguments, Path(folder), keep)
         show(name, results)
-        if arguments.json:
-            trl = arguments.trl_python if any(SIDES[side].foreign for side in arguments.sides) else None
-            merge(arguments.json, measured_on(arguments.threads, trl), name, results)
+        keep(results)
 
 
 if __name__ == "__main__":

@@ -182,11 +182,11 @@ def test_weights_in_halves_are_joined_where_they_are_whole(tmp_path, monkeypatch
 
 @pytest.mark.process
 def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
-    """On the CPU, in two leases and without one; without TRL that part alone fails, and says what is missing."""
+    """On the CPU, in three leases and without one; without TRL that part alone fails, and says what is missing."""
     missing = not os.path.exists(os.path.join(os.environ.get("TRL_ENV", step.TRL), "bin/python"))
-    for lease, ended in (("lease_a", 0), ("lease_b", 1)):
+    for lease in ("lease_a", "lease_b", "lease_c"):
         done = gpu_sh(tmp_path, lease)
-        assert done.returncode == (ended and missing), done.stdout[-3000:] + done.stderr[-3000:]
+        assert done.returncode == (lease == "lease_b" and missing), done.stdout[-3000:] + done.stderr[-3000:]
         with tarfile.open(tmp_path / f"{lease}.tar.gz") as archive:
             assert {"gpu.json", "gpu/runs/ranks/zero3/metrics.jsonl"} <= {*(names := archive.getnames())}
             assert not [name for name in names if name.endswith(".safetensors")]
@@ -194,8 +194,9 @@ def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
     assert done.returncode == missing, done.stdout[-3000:] + done.stderr[-3000:]
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     steps = ["step_zero2", "step_zero3", "step_stored"]
-    assert list(parts) == ["profile", *steps, "ranks", "tests", "quickstart", "trl", "plan", "peers", "decode_tiny"]
-    assert done.stdout.count(": done before") == len(parts) - 2 - missing
+    of_leases = ["tests", "step_zero2", "ranks", "step_stored", "trl", "step_zero3", "peers", "quickstart", "plan"]
+    assert list(parts) == ["profile", *of_leases, "decode_tiny"]
+    assert done.stdout.count(": done before") == len(parts) - 1 - missing
     assert [name for name, part in parts.items() if "failed" in part] == ["trl"] * missing
     assert not missing or "bash benchmarks/trl_env.sh" in parts["trl"]["failed"]
     assert parts["tests"]["results"]["passed"] == 0 < parts["tests"]["results"]["skipped"]
@@ -214,9 +215,9 @@ def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
     assert table.count("\n| ") == 12 and table.strip() in done.stdout
     again = gpu_sh(tmp_path, "tests", "quickstart", "decode_9b")
     assert again.stdout.count(": done before") == 2 and again.stdout.count("== ") == 2
-    assert again.returncode == 1 and "there is no part decode_9b, only profile, step_zero2" in again.stderr
+    assert again.returncode == 1 and "there is no part decode_9b, only profile, tests, step_zero2" in again.stderr
     listed = subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", "--list"], capture_output=True, text=True).stdout
-    assert listed.split()[:6] == ["profile", *steps, "peers", "ranks"]
+    assert listed.split()[:7] == ["profile", "tests", *steps, "peers", "ranks"]
 
 
 @pytest.mark.process
@@ -267,7 +268,7 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
     assert [name for name, part in parts.items() if "failed" in part] == ["quickstart", "real"]
     assert parts["decode_7b"]["machine"].startswith("NVIDIA H100")
     late = subprocess.run([*command, "lease_b", "--again"], env={**environment, "LEASE_S": "20"}, capture_output=True)
-    assert late.returncode == 1 and late.stdout.count(b"no time is left for it") == 4
+    assert late.returncode == 1 and late.stdout.count(b"no time is left for it") == 3
 
 
 def test_what_faults_are_put_into_and_tested_with_is_there():

@@ -19,6 +19,7 @@ from hybrid_grpo.generation import (
     Sampling,
     Workspace,
     categorical,
+    decoder,
     generate,
     graphs,
     paged_attention,
@@ -57,7 +58,7 @@ def captures(monkeypatch):
     """One entry for every graph that was captured."""
     done = []
 
-    real = graphs.on_cuda
+    real = decoder.on_cuda
 
     def counted(step, pool=None):
         captured = real(step, pool)
@@ -65,7 +66,7 @@ def captures(monkeypatch):
         done.append(True)
         return captured
 
-    monkeypatch.setattr(graphs, "on_cuda", counted)
+    monkeypatch.setattr(decoder, "on_cuda", counted)
     return done
 
 
@@ -220,7 +221,7 @@ def test_graphs_change_nothing_in_bfloat16(architecture, captures, monkeypatch):
     def refused(step, pool=None):
         raise RuntimeError("no graphs here")
 
-    monkeypatch.setattr(graphs, "on_cuda", refused)
+    monkeypatch.setattr(decoder, "on_cuda", refused)
     with pytest.warns(UserWarning, match="slower without CUDA graphs: no graphs here"):
         without, _ = generate(view(architecture, dtype=torch.bfloat16), requests(), sampling, max_slots=7)
     assert tokens(with_graphs) == tokens(without)
