@@ -17,24 +17,19 @@ from contextlib import suppress
 from typing import Any
 
 POINTS = {
-    "start": ("hybrid_grpo.engine", "start"),
-    "meeting": ("deepspeed", "init_distributed"),
+    "start": ("hybrid_grpo.engine", "start"), "meeting": ("deepspeed", "init_distributed"),
     "sampling": ("hybrid_grpo.generation.loop", "_Loop._step"),
-    "scoring": ("hybrid_grpo.rewards.scorer", "Stream.scores"),
-    "update": ("hybrid_grpo.policy", "Policy.step"),
-    "evaluation": ("hybrid_grpo.policy", "Policy.complete"),
-    "logging": ("hybrid_grpo.records.sinks", "Log.write"),
+    "scoring": ("hybrid_grpo.rewards.scorer", "Stream.scores"), "update": ("hybrid_grpo.policy", "Policy.step"),
+    "evaluation": ("hybrid_grpo.policy", "Policy.complete"), "logging": ("hybrid_grpo.records.sinks", "Log.write"),
     "saving": ("hybrid_grpo.engine", "Engine.save"),
     "copying": ("hybrid_grpo.distributed.tensor_files", "Postponed.copy"),
     "writing": ("hybrid_grpo.run.saving.writing", "_synced"),
     "a note": ("hybrid_grpo.run.saving.writing", "replace_text"),
     "the manifest": ("hybrid_grpo.run.saving.manifest", "Manifest.write"),
     "removing": ("hybrid_grpo.run.saving.checkpoints", "Checkpoints._remove"),
-    "export": ("hybrid_grpo.policy", "Policy.export"),
-    "fsync": ("os", "fsync"),
-    "rename": ("os", "replace"),
+    "export": ("hybrid_grpo.policy", "Policy.export"), "fsync": ("os", "fsync"), "rename": ("os", "replace"),
     "rollouts": ("hybrid_grpo.records.sinks", "Log.write_rollouts"),
-}
+}  # fmt: skip
 """Where a run can break: before a call of this function of this module."""
 
 

@@ -130,11 +130,9 @@ CONTAINERS: dict[str, Callable[[list[Row], Path], Any]] = {
     "csv_of_pandas": lambda rows, folder: _table(rows, folder / "rows.csv", repr),
     "tsv": lambda rows, folder: _table(rows, folder / "rows.tsv", json.dumps, "\t"),
     "parquet": lambda rows, folder: _written(folder / "rows.parquet", _dataset(rows).to_parquet),
-    "saved": lambda rows, folder: _written(folder / "saved", _dataset(rows).save_to_disk),
-    "pattern": _shards,
-    "list": lambda rows, folder: rows,
-    "dataset": lambda rows, folder: _dataset(rows),
-}
+    "saved": lambda rows, folder: _written(folder / "saved", _dataset(rows).save_to_disk), "pattern": _shards,
+    "list": lambda rows, folder: rows, "dataset": lambda rows, folder: _dataset(rows),
+}  # fmt: skip
 """Each writes rows and returns the value of `data.path`."""
 
 

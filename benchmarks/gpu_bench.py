@@ -70,15 +70,9 @@ _TOY = Sizes(
         **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
     },
-    torch.float32,
-    (1, 2),
-    (20, 40),
-    2,
-    ((2, 20),),
-    ((2, 0, 12), (2, 20, 3)),
-    (6, 3, 5),
+    torch.float32, (1, 2), (20, 40), 2, ((2, 20),), ((2, 0, 12), (2, 20, 3)), (6, 3, 5),
     (("", 40, 0, 1.0), ("", 40, 2, 1.0)),
-)
+)  # fmt: skip
 
 
 @dataclass

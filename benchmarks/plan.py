@@ -125,13 +125,9 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     measured, estimated = map(float, found.groups())
     of_gpu = {"process GB": round(float(words[2]) * 2**30 / 1e9, 2), "nvidia-smi GB": round(most - before, 2)}
     return {
-        "ranks": case.ranks,
-        "measured GB": measured,
-        "estimated GB": estimated,
-        "ratio": round(estimated / measured, 3),
-        **(of_gpu if case.on_gpu else {}),
-        "plan": words[1],
-    }
+        "ranks": case.ranks, "measured GB": measured, "estimated GB": estimated,
+        "ratio": round(estimated / measured, 3), **(of_gpu if case.on_gpu else {}), "plan": words[1],
+    }  # fmt: skip
 
 
 def used_gb() -> float:

@@ -112,15 +112,11 @@ def summary(workload: Workload, runs: list[dict[str, float]]) -> dict[str, Any]:
     times = [run["seconds"] for run in runs]
     tokens = sum(n for _, n in workload.rows)
     return {
-        "median_s": median(times),
-        "min_s": min(times),
-        "max_s": max(times),
-        "tokens": tokens,
-        "tokens_per_s": tokens / median(times),
-        "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
+        "median_s": median(times), "min_s": min(times), "max_s": max(times), "tokens": tokens,
+        "tokens_per_s": tokens / median(times), "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
         **({"peak_gpu_gb": max(run["peak_gpu_gb"] for run in runs)} if "peak_gpu_gb" in runs[0] else {}),
         "times_s": times,
-    }
+    }  # fmt: skip
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, dict[str, dict[str, Any]]]]]:

@@ -107,19 +107,15 @@ class Side:
         produced = [len(completion.token_ids) for completion in rollout.completions]
         updates = dict(self.watch.seconds)
         stages = {
-            "generate": values["time/generate_s"] + values["time/switch_s"],
-            "reward": values["time/reward_wait_s"],
+            "generate": values["time/generate_s"] + values["time/switch_s"], "reward": values["time/reward_wait_s"],
             "reference": values.get("time/reference_s", 0.0) + values.get("time/old_logp_s", 0.0),
-            "forward": values["time/train_s"] - sum(updates.values()),
-            **updates,
-        }
+            "forward": values["time/train_s"] - sum(updates.values()), **updates,
+        }  # fmt: skip
         result = measurement.end(
-            stages,
-            generated=sum(produced),
+            stages, generated=sum(produced),
             trained=sum(produced) + sum(len(prompt.token_ids) for prompt in rollout.row_prompts),
-            positions=self.positions.count,
-            reward=values["reward/mean"],
-        )
+            positions=self.positions.count, reward=values["reward/mean"],
+        )  # fmt: skip
         assert lengths is None or produced == flat(lengths), "completions do not have the lengths forced"
         gaps = {f"logp_gap_{what}": values[f"parity/logp_abs_diff_{what}"] for what in ("mean", "max")}
         # The step has taken the peak's measure itself, and begun another.

@@ -55,12 +55,9 @@ class Job:
         told = to_dict(config)
         told["engine"]["zero_stage"] = stage
         return {
-            "arguments": arguments,
-            "config": told,
-            "lengths": self.lengths,
-            "threads": threads,
+            "arguments": arguments, "config": told, "lengths": self.lengths, "threads": threads,
             "micro_rows": next(n for n in range(fitting, 0, -1) if rows % n == 0),
-        }
+        }  # fmt: skip
 
 
 def _run(*command: Any) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "hybrid-grpo":
@@ -68,7 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
         if command not in COMMANDS:
             raise UserError(f"there is no command {command}; the commands are {', '.join(COMMANDS)}")
         adopt_rank()
-        importlib.import_module(f"hybrid_grpo.commands.{command.replace('-', '_')}").run(rest)
+        from hybrid_grpo.config.parsing import reader_may_leave
+
+        with nullcontext() if command in ("train", "sft") else reader_may_leave():
+            importlib.import_module(f"hybrid_grpo.commands.{command.replace('-', '_')}").run(rest)
     except RunInterrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"hybrid-grpo: {stop}", file=sys.stderr, flush=True)

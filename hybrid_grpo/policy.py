@@ -17,7 +17,7 @@ from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutCo
 from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout, measured
-from hybrid_grpo.data.packing import pack, pad, token_budget
+from hybrid_grpo.data.packing import fillers, pack, pad, token_budget
 from hybrid_grpo.data.pictures import ImageStore, sight_of
 from hybrid_grpo.distributed.gradients import GradientCheck
 from hybrid_grpo.distributed.ranks import all_reduce, neighbors, rank
@@ -224,8 +224,11 @@ class Policy:
         device, share = self.engine.device, self.config.shared_prefix
         budget = token_budget(self.config, on_gpu=device.type != "cpu", gradients=gradients)
         if self.packs:
-            return pack(rows, budget, device, share=share, reading=self.reading, together=together, group=self._group)
-        return pad(rows, budget, device, reading=self.reading, together=together)
+            found = pack(rows, budget, device, share=share, reading=self.reading, together=together, group=self._group)
+        else:
+            found = pad(rows, budget, device, reading=self.reading, together=together)
+        # DeepSpeed makes no optimizer step without a backward pass, be it of nothing.
+        return found or fillers(int(gradients), device, packed=self.packs)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
         """Return the log-probabilities and entropies of the completion tokens, then the outputs of `more` for them,

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ _AS_PYTHON = (
 
 
 def is_run(name: str) -> bool:
-    """Whether this is the folder of a run, which has its settings in config.yaml."""
-    return bool(name) and (Path(name) / "config.yaml").is_file()
+    """Whether this is the folder of a run, which has its settings in config.yaml, as a published model has too."""
+    has = [(Path(name) / file).is_file() for file in ("config.yaml", "config.json", "adapter_config.json")]
+    return bool(name) and has == [True, False, False]
 
 
 def options_of_run(name: str) -> list[str]:
@@ -133,6 +135,10 @@ def _as_settings(value: Any, place: str) -> Any:
     name = place.rpartition(".")[2]
     if name in ("path", "eval_path"):
         return _rows(value, place)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Number) and hasattr(value, "item"):  # of numpy
+        return value.item()
     if name == "rewards":
         return [value] if callable(value) or isinstance(value, Mapping) else value
     if isinstance(value, Mapping):

@@ -20,7 +20,7 @@ from hybrid_grpo.commands.arguments import is_run, options_of_run
 from hybrid_grpo.commands.configs import ChatConfig
 from hybrid_grpo.config.checks import check_policy
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.parsing import leading_argument, parse, reader_may_leave
+from hybrid_grpo.config.parsing import leading_argument, parse
 
 if TYPE_CHECKING:
     from hybrid_grpo.commands.conversation import ChatHistory
@@ -30,13 +30,11 @@ Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
 """Samples an answer. Takes the tokens of the prompt, the answer's number, which selects its random numbers, and a
 function that receives the text piece by piece. Returns the whole text, and why it is incomplete ("" if it is not)."""
 _COMMANDS = {
-    "/reset": "forget the conversation",
-    "/system TEXT": "set the system prompt; without TEXT, use none",
-    "/image PATH": "show a picture with the next message",
-    "/undo": "take back the last message and its answer",
+    "/reset": "forget the conversation", "/system TEXT": "set the system prompt; without TEXT, use none",
+    "/image PATH": "show a picture with the next message", "/undo": "take back the last message and its answer",
     "/save FILE": "append the conversation to a file of JSON lines, as a row for sft",
     "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
-}
+}  # fmt: skip
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters with which a text could control a terminal; line feeds and tabs are harmless."""
 
@@ -59,11 +57,10 @@ def run(arguments: list[str]) -> None:
 
         own = [f"--rollout.{setting}={value}" for setting, value in own_sampling(str(config.policy.model)).items()]
         config = parse(ChatConfig, [*own, *arguments], COMMAND).config
-    with reader_may_leave():
-        terminal = _Terminal(*_loaded(config))
-        # From here on Ctrl-C is for the conversation.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        terminal.talk()
+    terminal = _Terminal(*_loaded(config))
+    # From here on Ctrl-C is for the conversation.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminal.talk()
 
 
 def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:

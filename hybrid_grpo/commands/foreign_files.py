@@ -118,22 +118,41 @@ def _of_python(text: str) -> dict[str, Any]:
     nodes = list(ast.walk(ast.parse(text)))
     names: dict[str, Any] = {}
     variables: dict[str, Any] = {}
+    configs: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            value = _value(node.value, variables)
+            value = _mapping(node.value, variables) or _value(node.value, variables)
             variables |= {} if isinstance(value, Code) else {node.targets[0].id: value}
+            configs |= {node.targets[0].id} if "Config(" in ast.unparse(node.value) else set()
     for call in (node for node in nodes if isinstance(node, ast.Call)):
         called = ast.unparse(call.func)
         places = [_value(part, variables) for part in call.args]
-        arguments = {part.arg: _value(part.value, variables) for part in call.keywords if part.arg}
+        arguments: dict[str, Any] = {}
+        for part in call.keywords:
+            value, known = _value(part.value, variables), _mapping(part.value, variables)
+            arguments |= {part.arg: value} if part.arg else known or {f"**{ast.unparse(part.value)}": value}
         if called.endswith("load_dataset") and "dataset_name" not in names:
             names |= dict(zip(("dataset_name", "dataset_config"), places, strict=False))
             names |= {"dataset_train_split": arguments["split"]} if "split" in arguments else {}
         elif _CALLS.fullmatch(called):
             names |= {"model_name_or_path": places[0]} if called.endswith("from_pretrained") and places else {}
             objects = called.endswith("GRPOTrainer")
-            names |= {k: v for k, v in arguments.items() if not objects or k == "reward_funcs" or type(v) is str}
+            kept = ("reward_funcs", *(k for k in arguments if k.startswith("**")))
+            names |= {k: v for k, v in arguments.items() if not objects or k in kept or type(v) is str}
+    for target, code in ((node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)):
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) in configs:
+            names[target.attr] = _value(code, variables)
     return names
+
+
+def _mapping(code: ast.expr, names: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a dictionary of texts, by itself or by its name; None for anything else."""
+    if isinstance(code, ast.Name):
+        return found if isinstance(found := names.get(code.id), dict) else None
+    if isinstance(code, ast.Call) and ast.unparse(code.func) == "dict":
+        return {part.arg: _value(part.value, names) for part in code.keywords if part.arg}
+    parts = zip(code.keys, code.values, strict=True) if isinstance(code, ast.Dict) else ()
+    return {str(key.value): _value(part, names) for key, part in parts if isinstance(key, ast.Constant)} or None
 
 
 def _value(code: ast.expr, names: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from hybrid_grpo.commands.arguments import is_run, options_of_run
 from hybrid_grpo.commands.configs import GenerateConfig
 from hybrid_grpo.config.checks import check_output, check_policy
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.parsing import leading_argument, parse, reader_may_leave
+from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.config.sources import check_source
 from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines
@@ -43,8 +43,7 @@ def run(arguments: list[str]) -> None:
     path = Path(config.generate.output)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         path = path.with_name(f"{path.stem}.{os.environ.get('RANK', '0')}{path.suffix}")
-    with reader_may_leave():
-        generate(config, json_lines(str(path), "generate.output"), prompt)
+    generate(config, json_lines(str(path), "generate.output"), prompt)
 
 
 def _options(arguments: list[str]) -> tuple[list[str], str | None]:

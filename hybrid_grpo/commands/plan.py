@@ -131,15 +131,13 @@ def lines(plan: Plan) -> list[str]:
     sampled, trained = rows * plan.longest - rows * plan.prompt, rows * plan.longest * plan.batch.num_iterations
     return [
         f"model: {plan.sizes.parameters:,} parameters, {plan.sizes.trained:,} of them trained",
-        f"memory on {plan.hardware.name}: {plan}",
-        *table,
+        f"memory on {plan.hardware.name}: {plan}", *table,
         f"cache: {plan.sequences} of {plan.laid_out} sequences of {plan.longest:,} tokens at once{more}",
-        *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []),
-        *([saving] if copy else []),
+        *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []), *([saving] if copy else []),
         f"tokens: {plan.prompt:,} a prompt, {plan.longest - plan.prompt:,} a completion; at most {sampled:,} sampled"
         f" and {trained:,} trained a step",
         f"time: roughly {duration(sum(seconds.values()))} a step at full speed and full length ({times})",
-    ]
+    ]  # fmt: skip
 
 
 def step_seconds(plan: Plan) -> dict[str, float]:

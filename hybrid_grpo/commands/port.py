@@ -18,8 +18,8 @@ from hybrid_grpo.config.secrets import masked
 from hybrid_grpo.config.train import TrainConfig
 from hybrid_grpo.config.types import plain_types
 
-_USAGE = "hybrid-grpo port FILE [--gpus N] > recipe.yaml"
-_HELP = f"""usage: {_USAGE}
+_USAGE = "port FILE [--gpus N] > recipe.yaml"
+_HELP = f"""usage: hybrid-grpo {_USAGE}
 
 Write a recipe of hybrid_grpo from one of TRL, verl, OpenRLHF, ms-swift, Unsloth or LLaMA-Factory: a YAML file, a shell
 script with the command, a Python script or a notebook. Values are converted, also batches of completions on N GPUs to
@@ -32,7 +32,7 @@ _REWARDS = ("reward_funcs", "reward_weights", "remote_rm_url", *_REWARD_MODELS)
 def run(arguments: list[str]) -> None:
     file, options = leading_argument(arguments, _USAGE)
     gpus = options[1] if options[:1] == ["--gpus"] and len(options) == 2 else ""
-    refuse(bool(file and options) and not gpus.isdecimal(), f"usage: {_USAGE}")
+    refuse(bool(file and options) and not gpus.isdecimal(), f"usage: hybrid-grpo {_USAGE}")
     print(port(Path(file), int(gpus or 0)) if file else _HELP)
 
 
@@ -53,6 +53,8 @@ def port(path: Path, gpus: int = 0) -> str:
     notes = [f"{name} {part}: {left[name]}" for name, part in masked(names).items() if name in left]
     if "rewards.py:" in str(settings.get("rewards")):
         notes.insert(0, "rewards.py: write the reward functions into it (docs/rewards.md), or name built-in ones")
+    if "data.mixture" in settings:
+        notes.insert(0, "data.mixture: a step has as many rows of each file: set weights for shares by their rows")
     recipe = yaml.dump(_nested(settings), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     lines = [f"#   {' '.join(note.split())}" for note in [*refused, *notes]]
     head = f"# {framework}'s {path.name}: hybrid-grpo {command} --config FILE, on {gpus} GPU{'s' if gpus > 1 else ''}"

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from hybrid_grpo.commands.arguments import is_run as folder_is_run
 from hybrid_grpo.commands.configs import ScoreConfig
 from hybrid_grpo.config.checks import check_output, check_rewards
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.parsing import leading_argument, parse, reader_may_leave
+from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.config.sources import check_source
 from hybrid_grpo.records.console import make_console, make_table
 from hybrid_grpo.records.files import json_lines, rollout_files
@@ -48,17 +49,16 @@ the rewards that the run's own functions gave each completion."""
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the arguments and score the completions; end quietly if the reader of the output closes it."""
+    """Parse the arguments and score the completions."""
     source, options = leading_argument(arguments, f"{COMMAND} [--rewards '[{{function: ...}}]'] [options]")
     folder = Path(source)
-    is_run = bool(source) and ((folder / "config.yaml").is_file() or (folder / "rollouts").is_dir())
+    is_run = folder_is_run(source) or (bool(source) and (folder / "rollouts").is_dir())
     defaults = ["--config", f"{folder}/config.yaml"] if is_run else []
     if is_run and (folder / "model").is_dir():
         defaults += ["--policy.model", f"{folder}/model"]
     config = parse(ScoreConfig, [*defaults, *options], COMMAND).config
     _check(config, source, is_run=is_run)
-    with reader_may_leave():
-        _score(config, source, is_run=is_run)
+    _score(config, source, is_run=is_run)
 
 
 def _check(config: ScoreConfig, source: str, *, is_run: bool) -> None:

@@ -166,14 +166,13 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "completions": f"{steps[-1]['progress/completions']:,.0f} in {seconds:.1f} s of training" if steps else "",
         "generated tokens a second": _median(steps, "throughput/generated_tokens_per_s"),
         "trained tokens a second": _median(steps, "throughput/trained_tokens_per_s"),
-        "peak memory of a rank": f"{peak_gb:.2f} GB{planned}",
-        "model": str(folder / "model"),
+        "peak memory of a rank": f"{peak_gb:.2f} GB{planned}", "model": str(folder / "model"),
         **{path.name: str(path) for path in sorted(folder.glob("model_*")) if path.name != "model_best"},
         "best model": _best(folder / "model_best"),
         "checkpoints": f"rm -r {quote(f'{folder}/checkpoints')} makes room" * any(folder.glob("checkpoints/step_*")),
         "report": str(folder / "report.html") * (folder / "report.html").exists(),
         "metrics": str(folder / "metrics.jsonl"),
-    }
+    }  # fmt: skip
     width = max(map(len, facts))
     return "\n".join(["", *(f"  {name:{width}}  {fact}" for name, fact in facts.items() if fact), ""])
 

@@ -30,7 +30,8 @@ def check_source(name: str, source: Any) -> None:
     if looks_like_path(source) and not files:
         refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
         refuse(not Path(source).is_dir(), f"{name} {source} is neither a file nor a folder: give a file on disk")
-    refuse(any(os.path.getsize(file) == 0 for file in files), f"{name} {source} is empty")
+    for file in files:
+        refuse(os.path.getsize(file) == 0, f"{name} {file} is empty")
 
 
 def check_model_folder(setting: str, model: str) -> None:

@@ -197,9 +197,8 @@ class Scores:
             {name: torch.cat([status_B, more.status[name]]) for name, status_B in self.status.items()},
             [*(self.steps or self._no_steps()), *(more.steps or more._no_steps())] if scores_steps else None,
             torch.cat([self.outcome_B, more.outcome_B]) if scores_steps else None,
-            self._lists(self.extra, more, more.extra),
-            self._lists(self.failures, more, more.failures),
-        )
+            self._lists(self.extra, more, more.extra), self._lists(self.failures, more, more.failures),
+        )  # fmt: skip
 
     def _lists(self, own: dict[str, list[Any]], more: Scores, others: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Join the lists of both sides by name. A side that has no list of some name gets None for its rows."""

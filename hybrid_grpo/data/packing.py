@@ -143,7 +143,7 @@ def _balanced(trees: list[_Tree], budget: int, device: torch.device, reading: Re
     if group is None:
         parts = [part for part in _spread(trees, most) if part]
         batches = [_packed(part, _Packed.of(part, reading), device, reading) for part in parts]
-    return batches + _fillers(most - len(batches), device)
+    return batches + fillers(most - len(batches), device)
 
 
 def _shared(parts: list[list[_Tree]], device: torch.device, reading: Reading, group: Any) -> list[MicroBatch]:
@@ -157,7 +157,7 @@ def _shared(parts: list[list[_Tree]], device: torch.device, reading: Reading, gr
             split = SplitSegments(Segments.of_tree(packed.own, packed.parents, device), group)
             of_source, of_target = np.array(packed.source), np.array(packed.target)
             targets = SharedTargets(of_source, of_target, part, group, device, owns=owner == rank)
-            micro = _packed(parts[number], packed, device, reading) if owner == rank else _fillers(1, device)[0]
+            micro = _packed(parts[number], packed, device, reading) if owner == rank else fillers(1, device)[0]
             ids, places = upload([packed.tokens[part]], device), upload(packed.positions[..., part], device)
             batches.append(replace(micro, input_ids_bS=ids, position_ids=places, segments=split, sidecars=(targets,)))
     return batches
@@ -240,7 +240,7 @@ def pad(
     parts = plan_rows([max(row.tokens for row in unit) for unit in units], list(map(len, units)), budget)
     batches = [_padded([row for i in part for row in units[i]], device, reading) for part in parts]
     most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
-    return batches + _fillers(most - len(batches), device, packed=False)
+    return batches + fillers(most - len(batches), device, packed=False)
 
 
 def plan_rows(lengths: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
@@ -286,7 +286,7 @@ def _micro_batch(
     )  # fmt: skip
 
 
-def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[MicroBatch]:
+def fillers(count: int, device: torch.device, *, packed: bool = True) -> list[MicroBatch]:
     """Return dummy micro-batches of one token and no rows."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     segments = Segments([(0, 1)], [(0, 0)], device) if packed else None

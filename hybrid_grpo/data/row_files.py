@@ -13,6 +13,7 @@ from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.data.tasks import Row
 
 _JSON = {".jsonl", ".json", ".ndjson"}
+READABLE = {*_JSON, ".parquet", ".csv", ".tsv"}
 _PARQUET_ROWS = 1000
 """Number of rows of a parquet file that are decoded at a time."""
 _POINTER = b"version https://git-lfs.github.com/spec/"

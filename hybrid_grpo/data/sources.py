@@ -3,6 +3,7 @@
 `prompts` and `pairs` interpret the columns of the rows.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from hybrid_grpo.config import DataConfig, MixtureConfig
 from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.config.sources import matching_files
-from hybrid_grpo.data.row_files import arrow_rows, file_rows, json_rows
+from hybrid_grpo.data.row_files import READABLE, arrow_rows, file_rows, json_rows
 from hybrid_grpo.data.row_shapes import shape_of
 from hybrid_grpo.data.tasks import Row, load_task, make_rows, row_reader
 from hybrid_grpo.model import hub
@@ -187,6 +188,15 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
                 f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
             ) from error
     files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
+    if not (path / "README.md").exists():  # which says what belongs to a subset
+        known = {os.path.realpath(file) for paths in files.values() for file in paths}
+        there = [file for file in matching_files(f"{source.path}/**") if Path(file).suffix.lower() in READABLE]
+        left = [file for file in there if os.path.realpath(file) not in known and not file.endswith("_infos.json")]
+        refuse(
+            bool(left),
+            f"{source.path_setting} {source.path}: of its {len(there)} files {len(left)} would not be read, such as"
+            f" {left[:1]}, since a folder has one format, and splits by names: give a pattern, as in {source.path}/*",
+        )
     return {str(name): source.rows_of(paths) for name, paths in files.items()}
 
 

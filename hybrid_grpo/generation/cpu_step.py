@@ -41,9 +41,8 @@ _Layer = _struct(
 _Model = _struct(
     "norm head_bias layers packed",
     "count vocabulary hidden heads kv d inner page rotated gated delta_heads delta_key_heads dk dv kernel half ranks",
-    "epsilon offset",
-    matrices="embedding head",
-)
+    "epsilon offset", matrices="embedding head",
+)  # fmt: skip
 
 
 class CpuStep:
@@ -86,13 +85,11 @@ class CpuStep:
 
     def _delta_layer(self, layer: Any, at: int) -> Any:
         net, states = layer.linear_attn, self._cache.states
-        self._deltas.append(
-            _DeltaNet(
-                *self._at(net.in_proj_qkv.weight, net.in_proj_z.weight, net.in_proj_b.weight, net.in_proj_a.weight),
-                *self._at(net.conv1d.weight, net.conv1d.bias, net.dt_bias, net.A_log, net.norm.weight),
-                *self._at(net.out_proj.weight, states.of("conv", at, 0), states.of("recurrent", at, 0)),
-            )
-        )
+        self._deltas.append(_DeltaNet(
+            *self._at(net.in_proj_qkv.weight, net.in_proj_z.weight, net.in_proj_b.weight, net.in_proj_a.weight),
+            *self._at(net.conv1d.weight, net.conv1d.bias, net.dt_bias, net.A_log, net.norm.weight),
+            *self._at(net.out_proj.weight, states.of("conv", at, 0), states.of("recurrent", at, 0)),
+        ))  # fmt: skip
         norm, mlp_norm = self._at(layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
         gate, up, down = (self._matrix(linear) for linear in mlp_layers(layer))
         delta = ctypes.addressof(self._deltas[-1])

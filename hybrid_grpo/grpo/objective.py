@@ -35,6 +35,9 @@ def load_objective(grpo: GrpoConfig) -> Objective | None:
         f"grpo.whole_groups true tells the loss its groups, and grpo.objective {text} has no argument group_b: add it,"
         " or set grpo.whole_groups to false",
     )
+    order = ["logp_bT", "old_logp_bT", "advantages_bT", "weight_bT", "grpo"]
+    moved = [name for at, name in enumerate(named) if name in order and order.index(name) != at]
+    refuse(bool(moved), f"grpo.objective {text} has {moved[:1]} in another place: its first arguments are {order}")
     for what, rows in (("two completions", 2), ("a row of padding", 0)):
         try:
             with torch.random.fork_rng(devices=[]):

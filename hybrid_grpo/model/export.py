@@ -122,10 +122,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
     for name in sorted(names) if tokenizer.name_or_path else ():
         source = cached_file(
-            tokenizer.name_or_path,
-            name,
-            _raise_exceptions_for_missing_entries=False,
+            tokenizer.name_or_path, name, _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
-        )
+        )  # fmt: skip
         if source is not None:
             shutil.copyfile(source, folder / name)

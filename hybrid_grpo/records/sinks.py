@@ -146,35 +146,24 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
     rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
     rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
     return [
-        as_json(
-            {
-                "step": step,
-                "group": first_group + row // rollout.num_generations,
-                "sample": row % rollout.num_generations,
-                "prompt_id": prompt.id,
-                **({"source": prompt.source} if prompt.source else {}),
-                "prompt": prompt.text,
-                **(
-                    {"pictures": list(map(thumbnails.described, seen))}
-                    if (seen := (*prompt.pictures, *completion.pictures))
-                    else {}
-                ),
-                **({"writer": completion.writer} if completion.writer else {}),
-                **({"policies": completion.policies} if completion.carried else {}),
-                "completion": completion.text,
-                **({"messages": completion.messages} if completion.messages else {}),
-                **({"chats": of.chats} if (of := completion.episode) and of.chats else {}),
-                "reward": reward,
-                "rewards": {name: values[row] for name, values in rewards.items()},
-                "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
-                **({} if scores.steps is None else {"steps": scores.steps[row]}),
-                "extra": {name: stored[row] for name, stored in scores.extra.items()},
-                "advantage": advantage,
-                "length": len(completion.token_ids),
-                "finish": completion.finish,
-                "columns": prompt.columns,
-            },
-            ensure_ascii=False,
-        )
+        as_json({
+            "step": step, "group": first_group + row // rollout.num_generations,
+            "sample": row % rollout.num_generations, "prompt_id": prompt.id,
+            **({"source": prompt.source} if prompt.source else {}), "prompt": prompt.text,
+            **(
+                {"pictures": list(map(thumbnails.described, seen))}
+                if (seen := (*prompt.pictures, *completion.pictures))
+                else {}
+            ),
+            **({"writer": completion.writer} if completion.writer else {}),
+            **({"policies": completion.policies} if completion.carried else {}), "completion": completion.text,
+            **({"messages": completion.messages} if completion.messages else {}),
+            **({"chats": of.chats} if (of := completion.episode) and of.chats else {}),
+            "reward": reward, "rewards": {name: values[row] for name, values in rewards.items()},
+            "failed": {name: why[row] for name, why in scores.failures.items() if why[row] is not None},
+            **({} if scores.steps is None else {"steps": scores.steps[row]}),
+            "extra": {name: stored[row] for name, stored in scores.extra.items()}, "advantage": advantage,
+            "length": len(completion.token_ids), "finish": completion.finish, "columns": prompt.columns,
+        }, ensure_ascii=False)
         for row, (prompt, completion, reward, advantage) in enumerate(rows)
-    ]
+    ]  # fmt: skip

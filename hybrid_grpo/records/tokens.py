@@ -88,12 +88,9 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
     size, rows = rollout.num_generations, list(zip(rollout.row_prompts, rollout.completions, strict=True))
     advantages = [None] * len(rows) if advantages_BT is None else advantages_BT.tolist()
     columns = {
-        "row": range(len(rows)),
-        "prompt_index": [first_group + row // size for row in range(len(rows))],
-        "sample": [row % size for row in range(len(rows))],
-        "prompt_id": [prompt.id for prompt, _ in rows],
-        "epoch": [prompt.epoch for prompt, _ in rows],
-        "writer": [completion.writer or None for _, completion in rows],
+        "row": range(len(rows)), "prompt_index": [first_group + row // size for row in range(len(rows))],
+        "sample": [row % size for row in range(len(rows))], "prompt_id": [prompt.id for prompt, _ in rows],
+        "epoch": [prompt.epoch for prompt, _ in rows], "writer": [completion.writer or None for _, completion in rows],
         "prompt_ids": [prompt.token_ids for prompt, _ in rows],
         "token_ids": [completion.token_ids for _, completion in rows],
         "pieces": [text.pieces(completion.token_ids) for _, completion in rows],
@@ -103,7 +100,7 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
         ],
         "given": [[{"before": n, "ids": ids, "text": text.text(ids)} for n, ids in c.observations] for _, c in rows],
         "finish": [completion.finish for _, completion in rows],
-    }
+    }  # fmt: skip
     table = pa.table({name: pa.array(columns[name], SCHEMA.field(name).type) for name in SCHEMA.names})
     masks = (find(completion.sidecars, SamplingMask) for completion in rollout.completions)
     supports = [mask and mask.lists() for mask in masks]

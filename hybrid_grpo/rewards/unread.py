@@ -45,7 +45,5 @@ class UnreadAnswers:
                 form = self._forms.get(name, "the form that it reads")
                 print(
                     f"rewards: {name} found no answer in any of {sum(self._counts[name])} completions, such as"
-                    f" {self._last[-_SHOWN:]!r}: let the prompts ask for {form}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                    f" {self._last[-_SHOWN:]!r}: let the prompts ask for {form}", file=sys.stderr, flush=True,
+                )  # fmt: skip

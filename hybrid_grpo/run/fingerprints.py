@@ -16,6 +16,7 @@ from typing import Any
 from hybrid_grpo.config import ModelRunConfig, TrainConfig
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import held_out_sets
+from hybrid_grpo.config.sources import matching_files
 from hybrid_grpo.model.fingerprints import of_file, of_model, of_texts
 from hybrid_grpo.model.gguf import files_of
 from hybrid_grpo.rewards.functions import BUILTINS
@@ -86,7 +87,9 @@ def _files(config: ModelRunConfig) -> dict[str, str]:
     }
     files = {f"{name}: {file}": file for name, of in functions.items() for file in filter(None, map(source_file, of))}
     for feature in config.active_features:
-        files |= {setting: Path(file) for setting, file in feature.files.items()}
+        for setting, name in feature.files.items():
+            found = matching_files(name) or matching_files(f"{name}/**")
+            files |= {setting if file == name else f"{setting} {file}": Path(file) for file in found}
     return {name: of_file(file) for name, file in files.items()}
 
 

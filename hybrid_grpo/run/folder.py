@@ -99,12 +99,11 @@ class RunFolder:
                 say(f"WARNING: {metrics}: it is damaged; it is kept as {set_aside(metrics).name}")
             versions = [f"python {platform.python_version()}", *(f"{p} {_version(p)}" for p in _PACKAGES)]
             own = {
-                "started": datetime.now(UTC).isoformat(timespec="seconds"),
-                "versions": ", ".join(versions),
+                "started": datetime.now(UTC).isoformat(timespec="seconds"), "versions": ", ".join(versions),
                 "git commit": _git_commit(),
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores",
                 "ranks": str(world_size()),
-            }
+            }  # fmt: skip
             head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**own, **facts}.items())
             replace_text(self.path / "config.yaml", head + config_yaml)
             keep_code(load_yaml(config_yaml), self.path)

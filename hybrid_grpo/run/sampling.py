@@ -115,7 +115,7 @@ class SamplingContext:
         total, opened = rollout.max_total_tokens, longest + (rollout.max_tool_tokens if rollout.environment else 0)
         refuse(
             total is not None and opened >= total,
-            f"rollout.max_total_tokens {total} leaves no tokens to sample after a prompt of {opened}: raise it, or"
-            " lower data.max_prompt_tokens below it",
+            f"rollout.max_total_tokens {total} leaves no tokens to sample after a prompt of {opened}: raise it or lower"
+            f" {'rollout.max_tool_tokens, a part of it' if opened > longest else 'data.max_prompt_tokens below it'}",
         )
         check_lengths(self.model_config, rollout.longest(longest), rollout.lengths)

@@ -75,13 +75,8 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     traces = [ask("step", step=step) for step in saved] + [newest]
     steps = {one["details"]["step"]: one for one in traces if one["details"]}
     return {
-        "written": f"{written:%d %B %Y, %H:%M}",
-        "runs": {"runs": [outline], "open": [opened]},
-        "charts": ask("charts"),
-        "curves": _curves(run, ask),
-        "alarms": ask("alarms"),
-        "settings": ask("settings"),
-        "console": [],
+        "written": f"{written:%d %B %Y, %H:%M}", "runs": {"runs": [outline], "open": [opened]}, "charts": ask("charts"),
+        "curves": _curves(run, ask), "alarms": ask("alarms"), "settings": ask("settings"), "console": [],
         "times": ask("times"),
         "samples": {
             "steps": [min(files), max(files)] if files else None,
@@ -96,7 +91,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
                 for _, one in sorted(steps.items())
             ],
         },
-    }
+    }  # fmt: skip
 
 
 def _curves(run: WatchedRun, ask: Any) -> dict[str, Any]:
@@ -181,13 +176,12 @@ def _in_one_file(name: str, frozen: dict[str, Any]) -> str:
     styles = "\n".join(_read(file) for file in ("uplot/uplot.css", "style.css"))
     scripts = [_read("theme.js"), f"/*!\n{_read('uplot/LICENSE')}*/\n{_read('uplot/uplot.js')}"]
     head = [
-        f'<meta http-equiv="content-security-policy" content="{_POLICY}">',
-        f"<style>\n{styles}</style>",
+        f'<meta http-equiv="content-security-policy" content="{_POLICY}">', f"<style>\n{styles}</style>",
         *(f"<script>\n{script}</script>" for script in scripts),
         f'<script type="application/json" id="frozen">{data}</script>',
         f'<script type="importmap">{json.dumps({"imports": modules})}</script>',
         '<script type="module">import "main.js";</script>',
-    ]
+    ]  # fmt: skip
     page = re.sub(r'<script[^>]* src="[^"]*"></script>\n|<link rel="stylesheet"[^>]*>\n', "", _read("index.html"))
     page = page.replace("<title>Runs", f"<title>{html.escape(name)}").replace("<html ", "<html data-frozen ")
     before, after = page.split("</head>")

@@ -175,11 +175,9 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
     pieces = found["pieces"]
     measured = {name: found[name] for name in SAMPLED if found.get(name) is not None}
     return {
-        "pieces": pieces,
-        "ids": found.get("token_ids") or [],
-        "given": found.get("given") or [],
+        "pieces": pieces, "ids": found.get("token_ids") or [], "given": found.get("given") or [],
         "measures": {name: json_safe(values) for name, values in measured.items() if len(values) == len(pieces)},
-    }
+    }  # fmt: skip
 
 
 def prompt_text(prompt: Any) -> str:

@@ -114,8 +114,10 @@ def test_rows_come_in_as_many_forms_within_a_section():
 
 def test_recipes_are_files_and_dictionaries_and_arguments_win(tmp_path):
     (tmp_path / "a.yaml").write_text("policy: {lr: 1e-5, dtype: float32}\n")
-    given = settings(config=[tmp_path / "a.yaml", {"policy": {"lr": 2e-5, "weight_decay": 0.1}}], policy={"lr": 3e-5})
-    assert given["policy"] == {"lr": 3e-5, "dtype": "float32", "weight_decay": 0.1}
+    one = {"policy": {"lr": 2e-5, "weight_decay": np.float32(0.5)}, "run": {"seed": np.int64(3), "dir": tmp_path}}
+    given = settings(config=[tmp_path / "a.yaml", one], policy={"lr": 3e-5})
+    assert build(TrainConfig, given).run.dir == str(tmp_path) and type(given["run"]["seed"]) is int
+    assert given["policy"] == {"lr": 3e-5, "dtype": "float32", "weight_decay": 0.5}
     assert settings(lora=LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"]))["lora"] == {
         **{"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     }

@@ -5,7 +5,7 @@ import yaml
 
 from hybrid_grpo.commands import eval as evaluation
 from hybrid_grpo.commands import generate
-from hybrid_grpo.commands.arguments import options_of_run
+from hybrid_grpo.commands.arguments import is_run, options_of_run
 from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig
 from hybrid_grpo.config import SftConfig, TrainConfig
 from hybrid_grpo.config.errors import UserError
@@ -73,3 +73,5 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UserError, match="the run has no trained model yet"):
         generate._options([str(tmp_path)])
+    (tmp_path / "adapter_config.json").touch()
+    assert not is_run(str(tmp_path)), "a published model has the settings of its run beside it"

@@ -245,11 +245,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_task(tmp_path_factory.mktemp("score"))
     (folder / "mine.py").write_text(RUN_REWARDS)
     recipe = {
-        "run": {"name": "run", "steps": 3},
-        "policy": {"model": "model", "dtype": "float32", "lr": 1e-3},
-        "engine": {"zero_stage": 0},
-        "log": {"wandb": "disabled"},
-        "data": {"path": "train.jsonl"},
+        "run": {"name": "run", "steps": 3}, "policy": {"model": "model", "dtype": "float32", "lr": 1e-3},
+        "engine": {"zero_stage": 0}, "log": {"wandb": "disabled"}, "data": {"path": "train.jsonl"},
         "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
         "grpo": {"overlong_buffer": 3, "scale_rewards": "batch"},
         "rewards": [
@@ -257,7 +254,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"function": "repetition_penalty", "weight": 0.25, "kwargs": {"ngram": 1}},
         ],
         "eval": {"threshold": 0.5},
-    }
+    }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     done = forks.run("-m", "hybrid_grpo", "train", "--config", "recipe.yaml", cwd=folder)
     assert done.status == 0, done.err

@@ -88,6 +88,17 @@ def test_without_splits_everything_is_train_and_no_other_name_passes(make, tmp_p
         read_rows(evaluation_source(DataConfig(path="x", eval_path=path, eval_split="test")))
 
 
+def test_a_folder_with_files_that_would_not_be_read_is_refused(tmp_path):
+    """`datasets` takes the files of one format, and leaves out those whose names are of no split if others' are."""
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / "more.csv").write_text("prompt\na\n")
+    with pytest.raises(
+        UserError, match=r"of its 2 files 1 would not be read, such as .*more.csv'\], .* a pattern, as in"
+    ):
+        read_rows(Source(str(tmp_path)))
+    assert len(read_rows(Source(f"{tmp_path}/*"))) == len(ROWS) + 1
+
+
 def test_jsonl_columns_may_mix_types_and_lack_keys(tmp_path):
     chat = [{"role": "user", "content": "é"}]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": chat, "level": 2}])

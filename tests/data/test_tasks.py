@@ -51,12 +51,9 @@ ARC = {
 }
 MMLU = {"question": "What is 2 + 2?", "subject": "algebra", "choices": ["3", "4", "5", "1"], "answer": 1}
 MBPP = {
-    "task_id": 1,
-    "text": "Write a function to double a number.",
-    "code": "def double(n):\r\n  return 2 * n",
-    "test_list": ["assert double(2) == 4", "assert double(0) == 0", "assert double(-1) == -2"],
-    "test_setup_code": "",
-}
+    "task_id": 1, "text": "Write a function to double a number.", "code": "def double(n):\r\n  return 2 * n",
+    "test_list": ["assert double(2) == 4", "assert double(0) == 0", "assert double(-1) == -2"], "test_setup_code": "",
+}  # fmt: skip
 RIGHT_AND_WRONG = {
     "gsm8k": (GSM8K, "Half, so #### 6", "#### 7"),
     "math": (MATH, r"So \boxed{0.75}", r"\boxed{\frac{4}{3}}"),

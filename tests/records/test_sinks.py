@@ -30,12 +30,9 @@ def make_rollout(columns=None):
     reward_B = torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
     exact_B = torch.tensor([1.0, math.nan, 0.5, 0.5], dtype=torch.float64)
     scores = Scores(
-        reward_B,
-        {"exact": exact_B},
-        {"exact": torch.tensor([0, 1, 0, 3])},
-        extra={"exact/n": [1, "x", None, 4]},
+        reward_B, {"exact": exact_B}, {"exact": torch.tensor([0, 1, 0, 3])}, extra={"exact/n": [1, "x", None, 4]},
         failures={"exact": [None, None, None, "took too long"]},
-    )
+    )  # fmt: skip
     return rollout, scores, torch.tensor([1.0, -1.0, 0.0, 0.0])
 
 

@@ -14,7 +14,7 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.model import fingerprints
 from hybrid_grpo.run.feature import make_features
-from hybrid_grpo.run.fingerprints import _text, source_file
+from hybrid_grpo.run.fingerprints import _files, _text, source_file
 from hybrid_grpo.run.inputs import RunInputs
 
 SETTINGS = {
@@ -108,6 +108,15 @@ def test_a_large_file_of_weights_is_known_by_a_block_of_every_tensor(tmp_path, m
         assert fingerprints.of_file(tmp_path / "model.safetensors") != fingerprints.of_file(
             tmp_path / "pytorch_model.bin"
         )
+
+
+def test_files_of_features_may_be_patterns_and_folders(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(name)
+    for path, files in ((tmp_path, 2), (tmp_path / "*.jsonl", 2), (tmp_path / "a.jsonl", 1), ("owner/rows", 0)):
+        writer = {"name": "g", "path": str(path), "weight": "baseline"}
+        given = {"data": {"path": "x.jsonl"}, "rewards": ["exact_match"], "guests": {"writers": [writer]}}
+        assert len(_files(build(TrainConfig, given))) == files
 
 
 def test_where_the_code_of_a_function_is():

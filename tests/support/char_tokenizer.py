@@ -27,12 +27,9 @@ def char_tokenizer(
         single = f"{'<bos> ' * adds_bos}$A{' <eos>' * adds_eos}"
         backend.post_processor = processors.TemplateProcessing(single, special_tokens=[("<bos>", 1), ("<eos>", 2)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<bos>" if bos else None,
-        eos_token="<eos>" if eos else None,
-        additional_special_tokens=SPECIAL[3:],
-    )
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>" if bos else None,
+        eos_token="<eos>" if eos else None, additional_special_tokens=SPECIAL[3:],
+    )  # fmt: skip
     tokenizer.chat_template = template
     return tokenizer
 

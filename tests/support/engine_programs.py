@@ -243,16 +243,16 @@ def losses(folder: Path) -> dict[str, Any]:
 
 
 def nonfinite(folder: Path) -> dict[str, Any]:
-    """A gradient that is not finite on one rank: every stage skips it on all of them, and goes on."""
+    """A gradient that is not finite on one rank: every stage skips it on all, and goes on, even with nothing."""
     stage = int(folder.name[-1])
     trainer = build(folder.parent, stage=stage)
     rollout = trainer.sample(trainer.draw_prompts(), 1)
     batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
     seen: dict[str, Any] = {"applied": [], "norms": [], "logp": []}
-    for bad in (False, True, False):
-        for i, micro in enumerate(batches):
+    for bad in (False, True, False, None):
+        for i, micro in enumerate(trainer.policy.micro_batches([]) if bad is None else batches):
             logp_bT, _ = trainer.policy.forward(micro, 1.0)
-            if i == 0:
+            if i == 0 and micro.rows:
                 seen["logp"].append(float(logp_bT.detach().sum()))
             scale = float("inf") if bad and rank() == world_size() - 1 and i == 0 else 1.0
             loss = -logp_bT.sum() / 100 * scale if micro.rows else 0.0 * logp_bT.sum()

@@ -20,16 +20,12 @@ def build(
 ) -> Trainer:  # fmt: skip
     """A trainer of adapters on the letters and their tiny model, held close to the model without them."""
     return made(
-        folder,
-        run={"seed": 1},
-        policy={"lr": 1e-2, "micro_batch_tokens": 160, "gradient_checkpointing": gradient_checkpointing},
-        lora=lora,
-        engine={"zero_stage": stage},
-        data={"limit": 200, "eval_path": str(folder / "heldout.jsonl"), "eval_limit": 24},
+        folder, run={"seed": 1},
+        policy={"lr": 1e-2, "micro_batch_tokens": 160, "gradient_checkpointing": gradient_checkpointing}, lora=lora,
+        engine={"zero_stage": stage}, data={"limit": 200, "eval_path": str(folder / "heldout.jsonl"), "eval_limit": 24},
         rollout={"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16}
-        | {"weights": weights},
-        grpo={"beta": 0.1 if lora else 0.0},
-    )
+        | {"weights": weights}, grpo={"beta": 0.1 if lora else 0.0},
+    )  # fmt: skip
 
 
 def adapted(folder: Path) -> dict[str, Any]:

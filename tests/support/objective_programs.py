@@ -18,8 +18,7 @@ from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo", "beta": 0.1},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "grpo": {"loss_type": "grpo", "beta": 0.1}, "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "dapo": {
         **{"epsilon_high": 0.28, "mask_truncated": True, "overlong_buffer": 6, "dynamic_sampling": True},
         **{"max_resamples": 2, "num_minibatches": 2},
@@ -34,20 +33,16 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "gdpo": {"combine_rewards": "normalize", "scale_rewards": "batch"},
     "deepseek v3.2": {"beta": 0.1, "kl_unbiased": True, "kl_target": 0.5, "sampler_correction": "mask"},
     "truncated sampling": {"sampler_correction": "truncate", "sampler_ratio_max": 1.0, "dual_clip": 3.0},
-    "maxrl": {"preset": "maxrl"},
-    "opo": {"preset": "opo"},
-    "otb": {"preset": "otb"},
-    "pass_at_k": {"preset": "pass_at_k"},
-    "top_entropy": {"preset": "top_entropy"},
+    "maxrl": {"preset": "maxrl"}, "opo": {"preset": "opo"}, "otb": {"preset": "otb"},
+    "pass_at_k": {"preset": "pass_at_k"}, "top_entropy": {"preset": "top_entropy"},
     "clip_cov": {"preset": "clip_cov", "tokens_share": 0.2, "cov_low": -3.0},
     "kl_cov": {"preset": "kl_cov", "entropy_coef": 0.02, "entropy_target": 2.0},
     "icepop": {"preset": "icepop", "sampler_normalize": True, "beta": 0.2},
     "tpo": {"objective": f"{ROOT}/training_scripts/objectives/tpo.py:tpo", "whole_groups": True, "loss_type": "grpo"},
-    "process": {"scale_rewards": "batch"},
-    "process, in pieces": {"scale_rewards": "batch"},
+    "process": {"scale_rewards": "batch"}, "process, in pieces": {"scale_rewards": "batch"},
     "process, normalized": {"scale_rewards": "batch", "step_credit": "normalized"},
     "process, each step alone": {"step_discount": 0.0},
-}
+}  # fmt: skip
 
 
 def with_objective(trainer: Trainer, grpo: GrpoConfig, reference: Reference | None) -> Trainer:
@@ -97,9 +92,8 @@ def objectives(folder: Path) -> dict[str, Any]:
                     strict=True,
                 )
             ],
-            "beta": one.kl.beta,
-            "drawn": one.loader.state_dict()["offset"],
-        }
+            "beta": one.kl.beta, "drawn": one.loader.state_dict()["offset"],
+        }  # fmt: skip
     return {
         "objectives": seen,
         "refresh": {str(stage): refreshed(folder, stage) for stage in (3, 0)},

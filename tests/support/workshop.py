@@ -57,13 +57,11 @@ class Workshop:
             "log": {"wandb": "disabled"},
         }
         train = {
-            "run": {"steps": 4},
-            **shared,
-            "data": {"path": "train.jsonl", "eval_path": "heldout.jsonl"},
+            "run": {"steps": 4}, **shared, "data": {"path": "train.jsonl", "eval_path": "heldout.jsonl"},
             "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
             "rewards": [{"function": "my_rewards.py:early_letters"}, {"function": "exact_match", "weight": 0.5}],
             "eval": {"threshold": 0.5},
-        }
+        }  # fmt: skip
         sft = {"run": {"steps": 2}, **shared, "data": {"path": "pairs.jsonl"}, "sft": {"batch_size": 4}}
         self.write("train.yaml", yaml.safe_dump(train))
         self.write("sft.yaml", yaml.safe_dump(sft))

@@ -32,11 +32,9 @@ def multiple_choice(row: Row) -> Row:
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, texts, strict=True))
     ask = 'Think step by step, then finish with "The answer is (X)", where X is the letter of the right choice.'
     return {
-        "prompt": f"{text(row, 'question')}\n\n{listed}\n\n{ask}",
-        "answer": letter,
-        "choices": texts,
+        "prompt": f"{text(row, 'question')}\n\n{listed}\n\n{ask}", "answer": letter, "choices": texts,
         "completion": f"The answer is ({letter}).",
-    }
+    }  # fmt: skip
 
 
 def _choices(value: Any) -> tuple[list[str], list[str]]:

@@ -79,7 +79,7 @@ class ForkServer:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._printers = [
             threading.Thread(target=_forward, args=(stream, descriptor), daemon=True)
-            for stream, descriptor in ((process.stdout, 1), (process.stderr, 2))
+            for stream, descriptor in ((process.stdout, 2), (process.stderr, 2))  # 1 is the command's own
         ]
         for printer in self._printers:
             printer.start()

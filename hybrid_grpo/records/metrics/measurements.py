@@ -56,15 +56,13 @@ def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: f
     tokens = [tuple(c.token_ids) for c in rollout.completions]
     groups = [tokens[i : i + group_size] for i in range(0, rows, group_size)]
     return {
-        **measure_rewards(scores, group_size),
-        **measure_sources(rollout, scores, outcome_B, threshold),
+        **measure_rewards(scores, group_size), **measure_sources(rollout, scores, outcome_B, threshold),
         "group/count": (len(right_PG), 1),
         **{f"group/{what}_frac": (is_P.double().mean(), len(is_P)) for what, is_P in of_groups.items()},
-        **measure_lengths("completion", rollout.completions),
-        **measure_turns(rollout),
+        **measure_lengths("completion", rollout.completions), **measure_turns(rollout),
         "completion/length_max": (max(rollout.lengths), 1),
         "completion/duplicate_frac": (1 - sum(len(set(group)) for group in groups) / rows, rows),
-    }
+    }  # fmt: skip
 
 
 def measure_rewards(scores: Scores, group_size: int) -> Numbers:
@@ -189,12 +187,10 @@ def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | No
     seconds = {name: end - begin for name, begin, end in spans}
     return {
         **({"time/straggler_s": (seconds["wait"], 1)} if world_size() > 1 else {}),
-        "time/generate_s": (seconds["generate"] + seconds["wait"], 1),
-        "time/gather_s": (seconds["gather"], 1),
-        "time/switch_s": (seconds["gather"] + seconds["release"], 1),
-        "completion/sampled_tokens": (sampled, 1),
+        "time/generate_s": (seconds["generate"] + seconds["wait"], 1), "time/gather_s": (seconds["gather"], 1),
+        "time/switch_s": (seconds["gather"] + seconds["release"], 1), "completion/sampled_tokens": (sampled, 1),
         **({} if captures is None else {"throughput/graph_captures": (captures, 1)}),
-    }
+    }  # fmt: skip
 
 
 def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter) -> Numbers:

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,15 +36,13 @@ def publish(folder: Path, options: PublishOptionsConfig) -> str:
         return address
     run = _trained_run(folder, options.model)
     evaluation = _evaluation(Path(options.evaluation), run) if options.evaluation else run.evaluation()
-    with one_line(folder, ""):
-        lock = FolderLock(folder)  # so that no run replaces the model while it is copied
-    try:
+    with ExitStack() as stack:
+        with suppress(OSError):  # where nobody can write, no run replaces the model while it is copied
+            stack.callback(FolderLock(folder).release)
         if options.hub is None:
             _into_folder(run, evaluation, options, Path(str(options.folder)))
         else:
             _onto_hub(run, evaluation, options, options.hub)
-    finally:
-        lock.release()
     return address
 
 

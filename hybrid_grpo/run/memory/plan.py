@@ -252,12 +252,10 @@ class Plan:
         weights = 0 if self.hosted else self.dtype * (self.n - self.packed)
         parts = [
             Part("weights", weights // (self.ranks if self.stage == 3 else 1), remedies.fewer_weights(self)),
-            Part("second shard", int(weights * self.second), remedies.ONE_SHARD),
-            self.reward_models(on_host=False),
-            *self.feature_parts(on_host=False),
-            Part("tower", self.dtype * self.tower),
+            Part("second shard", int(weights * self.second), remedies.ONE_SHARD), self.reward_models(on_host=False),
+            *self.feature_parts(on_host=False), Part("tower", self.dtype * self.tower),
             *([self.reference()] if self.refers else []),
-        ]
+        ]  # fmt: skip
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads or self.parks else optimizer.states(self))]

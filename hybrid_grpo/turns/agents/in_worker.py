@@ -107,7 +107,7 @@ def _each(value: Any) -> list[Any]:
 
 def _replied(result: Any) -> Reply:
     if any(finite(each) is None for each in _each(result)) and result is not None:
-        why = f"returned {type_of(result)}: return the reward as a number, a dict of numbers, or None"
+        why = f"returned {type_of(result)}: return a finite number, a dict of these, or None"
         return failed(Failure("invalid", why), 1)
     if isinstance(result, dict):
         return Reply([{str(name): float(reward) for name, reward in result.items()}], [None])

@@ -88,9 +88,8 @@ mistral = json_format(
 [CALL_ID]id and [ARGS] may be missing; as written by Mistral."""
 kimi_k2 = json_format(
     r"<\|tool_call_begin\|>(?:\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>:]+):\d+)\s*<\|tool_call_argument_begin\|>)?\s*",
-    r"<\|tool_call_end\|>",
-    r"<\|tool_calls_section_(?:begin|end)\|>",
-)
+    r"<\|tool_call_end\|>", r"<\|tool_calls_section_(?:begin|end)\|>",
+)  # fmt: skip
 """<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, as written by Kimi K2."""
 
 
@@ -103,9 +102,8 @@ _SEP = _token("tool_sep")
 deepseek_v3 = json_format(
     rf"{_token('tool_call_begin')}"
     rf"(?:(?:\w+{_SEP}(?!\s*{{))?(?P<name>[^\s<>{{}}]+)\s*(?:```json|{_SEP})\s*(?={{))?",
-    rf"(?:```\s*)?{_token('tool_call_end')}",
-    rf"{_token('tool_calls_begin')}|{_token('tool_calls_end')}",
-)
+    rf"(?:```\s*)?{_token('tool_call_end')}", rf"{_token('tool_calls_begin')}|{_token('tool_calls_end')}",
+)  # fmt: skip
 """DeepSeek V3 and R1 write tool_call_begin, `function`, tool_sep, the name, and the arguments as a block of code. V3.1
 writes tool_call_begin, the name, tool_sep, and {...}."""
 

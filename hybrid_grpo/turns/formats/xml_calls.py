@@ -81,9 +81,8 @@ def types_of(schema: Any) -> set[str]:
 
 qwen3_coder = xml_format(
     r"<function=(?P<name>[^>\n]{0,200})>(?P<body>.*?)(?P<end></function>|(?=<function=)|\Z)",
-    r"<parameter=(?P<key>[^>\n]{0,200})>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)",
-    r"</?tool_call>",
-)
+    r"<parameter=(?P<key>[^>\n]{0,200})>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)", r"</?tool_call>",
+)  # fmt: skip
 """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>, as written by Qwen3-Coder, Qwen
 3.5 and later, and Nemotron 3."""
 minimax_m2 = xml_format(
@@ -95,7 +94,6 @@ minimax_m2 = xml_format(
 written by MiniMax M2."""
 glm45 = xml_format(
     r"<tool_call>(?P<name>[^<\n]{0,200})(?P<body>.*?)(?P<end></tool_call>|\Z)",
-    r"<arg_key>(?P<key>[^<]{0,200})</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>|(?=<arg_key>)|\Z)",
-    r"(?!)",
-)
+    r"<arg_key>(?P<key>[^<]{0,200})</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>|(?=<arg_key>)|\Z)", r"(?!)",
+)  # fmt: skip
 """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, as written by GLM-4.5 and later."""

@@ -22,11 +22,7 @@ def build(folder: Path) -> Trainer:
     file two others, of every second prompt. There is a KL, a correction of the sampler, and two optimizer steps."""
     answers = {"path": str(folder / "answers.jsonl")}
     return made(
-        folder,
-        run={"steps": 10},
-        policy={"micro_batch_tokens": 160},
-        engine={"zero_stage": 3},
-        data={"limit": 100},
+        folder, run={"steps": 10}, policy={"micro_batch_tokens": 160}, engine={"zero_stage": 3}, data={"limit": 100},
         rollout={"prompts_per_step": 8, "num_generations": 5, "max_completion_tokens": 12},
         grpo={"beta": 0.1, "sampler_correction": "truncate", "num_minibatches": 2},
         guests={
@@ -36,7 +32,7 @@ def build(folder: Path) -> Trainer:
                 {"name": "answers", "weight": "imitation", **answers},
             ]
         },
-    )
+    )  # fmt: skip
 
 
 def guests_of(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, policy: Policy) -> list[Feature]:
@@ -88,11 +84,8 @@ def one(folder: Path) -> dict[str, Any]:
     right = [{"prompt": row["prompt"], "completion": row["answer"][:2]} for row in prompts]
     (folder / "right.jsonl").write_text("".join(json.dumps(row) + "\n" for row in right))
     run = hg.train(
-        model=folder / "model",
-        data=folder / "few.jsonl",
-        rewards=["letters_in_place"],
-        run={"dir": str(folder), "name": "run", "steps": 2},
-        policy={"dtype": "float32"},
+        model=folder / "model", data=folder / "few.jsonl", rewards=["letters_in_place"],
+        run={"dir": str(folder), "name": "run", "steps": 2}, policy={"dtype": "float32"},
         rollout={"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 4},
         guests={
             "writers": [
@@ -102,7 +95,7 @@ def one(folder: Path) -> dict[str, Any]:
             ]
         },
         log={"wandb": "disabled", "rollouts_every": 1},
-    )
+    )  # fmt: skip
     seen["metrics"] = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     lines = (run.folder / "rollouts/step_000002.jsonl").read_text().splitlines()
     seen["writers"] = [json.loads(line).get("writer") for line in lines]

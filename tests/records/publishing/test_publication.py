@@ -38,18 +38,16 @@ KWARGS = {
         "header": f"Bearer {SECRET}",
     },
     **{"folder": "/home/me/cache/", "note": f"use {TOKEN}", "think": "/no_think"},
-}
+}  # fmt: skip
 TRAIN: dict[str, Any] = {
-    "run": {"name": "run", "steps": 5},
-    "policy": {"model": "some/base"},
+    "run": {"name": "run", "steps": 5}, "policy": {"model": "some/base"},
     "data": {
         "mixture": [{"path": "some/questions", "weight": 3}, {"path": "/home/me/my data/train.jsonl", "name": "mine"}],
         "eval_path": "some/answers",
     },
-    "grpo": {"beta": 0.01},
-    "rewards": [{"function": "/home/me/mine.py:right", "kwargs": KWARGS}],
+    "grpo": {"beta": 0.01}, "rewards": [{"function": "/home/me/mine.py:right", "kwargs": KWARGS}],
     "eval": {"threshold": 0.5, "sets": {"hard": {"path": "/home/me/hard.jsonl"}, "gsm": {"task": "gsm8k"}}},
-}
+}  # fmt: skip
 LINES: list[dict[str, Any]] = [
     {"step": 0, "eval/heldout/accuracy": 0.125, "eval/heldout/stderr": 0.1, "eval/hard/accuracy": 0.0},
     {"step": 1, "reward/mean": 0.25, "policy/lr": 1e-6},

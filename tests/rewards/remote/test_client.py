@@ -62,12 +62,9 @@ def test_the_form_of_openrlhf():
     assert asked.headers["content-type"] == "application/json"
     assert "authorization" not in asked.headers
     assert asked.body == {
-        "query": ["2+2=4", "Be brief.\n2+2?\nfour"],
-        "prompts": ["2+2=", "Be brief.\n2+2?"],
-        "labels": ["4", "four"],
-        "level": [1, 2],
-        "completion_ids": [[7], [7] * len(str([{"role": "assistant", "content": "four"}]))],
-    }
+        "query": ["2+2=4", "Be brief.\n2+2?\nfour"], "prompts": ["2+2=", "Be brief.\n2+2?"], "labels": ["4", "four"],
+        "level": [1, 2], "completion_ids": [[7], [7] * len(str([{"role": "assistant", "content": "four"}]))],
+    }  # fmt: skip
     assert rewards == [5.0, 19.0]
 
 

@@ -12,12 +12,9 @@ TYPES = {
 }
 FUNCTIONS = [{"name": "a.f", "parameters": {"properties": TYPES, "required": ["n"]}}]
 FREE = {
-    "x": ["", 2.0],
-    "s": ["", "New York"],
-    "b": ["", True],
-    "l": ["", [1.0, 2.0]],
+    "x": ["", 2.0], "s": ["", "New York"], "b": ["", True], "l": ["", [1.0, 2.0]],
     "d": ["", {"k": ["v"], "o": ["", 1]}],
-}
+}  # fmt: skip
 
 
 def score(completion: str, *right: dict) -> float | None:
