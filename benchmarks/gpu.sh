@@ -47,6 +47,10 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+if [ -n "$lease" ] && [ ${#wanted[@]} -gt 0 ]; then
+    echo "gpu.sh: $lease has its own parts: leave out ${wanted[*]}" >&2
+    exit 2
+fi
 if [ -z "$out$list" ]; then
     echo "gpu.sh: --toy needs --out FOLDER behind it: its numbers are not a GPU's" >&2
     exit 2

@@ -228,7 +228,7 @@ class Policy:
         else:
             found = pad(rows, budget, device, reading=self.reading, together=together)
         # DeepSpeed makes no optimizer step without a backward pass, be it of nothing.
-        return found or fillers(int(gradients), device, packed=self.packs)
+        return found or fillers(1, device, packed=self.packs)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
         """Return the log-probabilities and entropies of the completion tokens, then the outputs of `more` for them,

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ def _as_settings(value: Any, place: str) -> Any:
         return _rows(value, place)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, Number) and hasattr(value, "item"):  # of numpy
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return value.item()
     if name == "rewards":
         return [value] if callable(value) or isinstance(value, Mapping) else value

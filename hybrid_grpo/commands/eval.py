@@ -46,10 +46,8 @@ def run(arguments: list[str]) -> None:
     """Measure the model. Prints a table on standard error, and one JSON object on standard output: the model, its
     numbers and their intervals; with `eval.against` also those of the other model, and the differences."""
     name, options = leading_argument(arguments, f"{COMMAND} [options]", optional=True)
-    is_other = bool(name) and not is_run(name)
-    refuse(
-        is_other, f"{name} is not the folder of a run, which has a config.yaml: usage: hybrid-grpo {COMMAND} [options]"
-    )
+    why = f"is not the folder of a run: give a model as --policy.model {name}: usage: hybrid-grpo {COMMAND} [options]"
+    refuse(bool(name) and not is_run(name), f"{name} {why}")
     recipe = ["--config", f"{name}/config.yaml"] if name else []
     config = parse(EvaluateConfig, with_trained_models([*recipe, *options]), COMMAND).config
     _check(config)

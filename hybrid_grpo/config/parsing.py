@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import select
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,6 +113,9 @@ def reader_may_leave() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
+        (poll := select.poll()).register(sys.stdout, 0)
+        if not poll.poll(0):  # another pipe broke
+            raise
         # Buffered output would fail once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -188,15 +188,16 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
                 f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
             ) from error
     files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
-    if not (path / "README.md").exists():  # which says what belongs to a subset
-        known = {os.path.realpath(file) for paths in files.values() for file in paths}
-        there = [file for file in matching_files(f"{source.path}/**") if Path(file).suffix.lower() in READABLE]
-        left = [file for file in there if os.path.realpath(file) not in known and not file.endswith("_infos.json")]
-        refuse(
-            bool(left),
-            f"{source.path_setting} {source.path}: of its {len(there)} files {len(left)} would not be read, such as"
-            f" {left[:1]}, since a folder has one format, and splits by names: give a pattern, as in {source.path}/*",
-        )
+    known = {os.path.realpath(file) for paths in files.values() for file in paths}
+    there = [file for file in matching_files(f"{source.path}/**") if Path(file).suffix.lower() in READABLE]
+    ignored = {*datasets.data_files.FILES_TO_IGNORE}
+    left = [file for file in there if os.path.realpath(file) not in known and os.path.basename(file) not in ignored]
+    if left and os.environ.get("RANK", "0") == "0":
+        print(
+            f"data: {source.path_setting} {source.path}: {len(left)} of its {len(there)} files are not read, such as"
+            f" {left[0]}: a folder has one format, and splits by names; a pattern names the files to read",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     return {str(name): source.rows_of(paths) for name, paths in files.items()}
 
 

@@ -68,7 +68,9 @@ def test_a_run_stands_for_its_settings_and_its_trained_model(run):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"^words is not the folder of a run, .* usage: hybrid-grpo eval \[RUN\] \[opt"):
+    with pytest.raises(
+        UserError, match=r"^words is not the folder of a run: give .* usage: hybrid-grpo eval \[RUN\] \[opt"
+    ):
         evaluation.run(["words"])
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UserError, match="the run has no trained model yet"):

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,8 +37,10 @@ def publish(folder: Path, options: PublishOptionsConfig) -> str:
     run = _trained_run(folder, options.model)
     evaluation = _evaluation(Path(options.evaluation), run) if options.evaluation else run.evaluation()
     with ExitStack() as stack:
-        with suppress(OSError):  # where nobody can write, no run replaces the model while it is copied
-            stack.callback(FolderLock(folder).release)
+        with one_line(folder, ""):
+            # So that no run replaces the model while it is copied; none can where nobody can write.
+            if not os.statvfs(folder).f_flag & os.ST_RDONLY:
+                stack.callback(FolderLock(folder).release)
         if options.hub is None:
             _into_folder(run, evaluation, options, Path(str(options.folder)))
         else:

@@ -164,8 +164,9 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Draw tokens as `generation.categorical.sample` does; the last six arguments are the fields of its `Filters`."""
     (n, vocabulary), blocks = logits_nV.shape, triton.cdiv(logits_nV.shape[1], _BLOCK)
-    (token_n, lowest_key_n), (sum_nB, kept_sum_nB) = key_n.new_empty(2, n), key_n.new_empty(2, n, blocks)
-    logp_n, kept_logp_n, lowest_n = torch.empty(3, n, dtype=torch.float32, device=logits_nV.device)
+    # Each has memory of its own, whose address is a multiple of 16: for others the kernels would be compiled again.
+    token_n, lowest_key_n, sum_nB, kept_sum_nB = (key_n.new_empty(n, *size) for size in ((), (), (blocks,), (blocks,)))
+    logp_n, kept_logp_n, lowest_n = (torch.empty(n, dtype=torch.float32, device=logits_nV.device) for _ in range(3))
     least_nB, row = logp_n.new_empty(n, blocks), (logits_nV, logits_nV.stride(0), vocabulary, inverse_temperature)
     shape = {"BITS": 16 if logits_nV.dtype == torch.bfloat16 else 32, "BLOCK": _BLOCK, "num_warps": 8}
     found, top = (logits_nV.amax(-1), lowest_key_n), {"TOP_K": 0 < top_k < vocabulary, "TOP_P": top_p < 1 << 23}
