@@ -266,18 +266,14 @@ def measure() -> dict[str, float]:
         given = head()
         by_kernel, by_torch = delta()
     return {
-        "decode_kernels": step,
-        "tail_kernels": tail,
-        "switch_launches": launches,
-        "sampler_gb": choice.bytes.total() / 1e9,
-        "sampler_top_p_gb": filtered.bytes.total() / 1e9,
+        "decode_kernels": step, "tail_kernels": tail, "switch_launches": launches,
+        "sampler_gb": choice.bytes.total() / 1e9, "sampler_top_p_gb": filtered.bytes.total() / 1e9,
         "head_launches": sum(n for name, n in given.kernels.items() if name not in PRODUCTS),
         "head_gb": sum(n for name, n in given.bytes.items() if name not in PRODUCTS) / 1e9,
-        "delta_gb": by_kernel.bytes.total() / 1e9,
-        "delta_torch_kernels": by_torch.kernels.total(),
+        "delta_gb": by_kernel.bytes.total() / 1e9, "delta_torch_kernels": by_torch.kernels.total(),
         "delta_torch_gb": by_torch.bytes.total() / 1e9,
         **{f"training_elementwise_gb_{size}": training(size) / 1e9 for size in SHAPES},
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

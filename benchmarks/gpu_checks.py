@@ -173,10 +173,6 @@ def _sampling(bench: Bench) -> dict[str, float]:
 
 
 _CHECKS: dict[str, Callable[[Bench], Any]] = {
-    "training_attention": _training_attention,
-    "training_layers": _training_layers,
-    "decoding_attention": _decoding_attention,
-    "decode_step": _step,
-    "head": _head,
-    "sampling": _sampling,
-}
+    "training_attention": _training_attention, "training_layers": _training_layers,
+    "decoding_attention": _decoding_attention, "decode_step": _step, "head": _head, "sampling": _sampling,
+}  # fmt: skip

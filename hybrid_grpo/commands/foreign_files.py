@@ -118,29 +118,19 @@ def _of_python(text: str) -> dict[str, Any]:
     nodes = list(ast.walk(ast.parse(text)))
     names: dict[str, Any] = {}
     variables: dict[str, Any] = {}
-    mappings: dict[str, dict[str, Any]] = {}
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    # A dictionary that is changed later is not what was written, nor is a setting under a condition.
-    changed = {ast.unparse(call.func.value) for call in calls if isinstance(call.func, ast.Attribute)}
-    changed |= {ast.unparse(n.value) for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)}
-    ifs = [node for node in nodes if isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test)]
-    conditional = {inner for node in ifs for inner in ast.walk(node)}
     configs: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name, value = node.targets[0].id, _value(node.value, variables)
             variables |= {} if isinstance(value, Code) else {name: value}
-            known = None if name in changed else _mapping(node.value, variables, mappings)
-            mappings |= {} if known is None else {name: known}
             called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
             configs |= {name} if called.endswith("Config") and _CALLS.fullmatch(called) else set()
-    for call in calls:
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
         called = ast.unparse(call.func)
         places = [_value(part, variables) for part in call.args]
-        arguments: dict[str, Any] = {}
-        for part in call.keywords:
-            value, known = _value(part.value, variables), _mapping(part.value, variables, mappings)
-            arguments |= {part.arg: value} if part.arg else known or {f"**{ast.unparse(part.value)}": value}
+        arguments = {
+            part.arg or f"**{ast.unparse(part.value)}": _value(part.value, variables) for part in call.keywords
+        }
         if called.endswith("load_dataset") and "dataset_name" not in names:
             names |= dict(zip(("dataset_name", "dataset_config"), places, strict=False))
             names |= {"dataset_train_split": arguments["split"]} if "split" in arguments else {}
@@ -149,24 +139,10 @@ def _of_python(text: str) -> dict[str, Any]:
             objects = called.endswith("GRPOTrainer")
             kept = ("reward_funcs", *(k for k in arguments if k.startswith("**")))
             names |= {k: v for k, v in arguments.items() if not objects or k in kept or type(v) is str}
-    for node in (node for node in nodes if isinstance(node, ast.Assign)):
-        target = node.targets[0]
+    for target, code in ((node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)):
         if isinstance(target, ast.Attribute) and ast.unparse(target.value) in configs:
-            under = f"{ast.unparse(target)} under a condition"
-            names[under if node in conditional else target.attr] = _value(node.value, variables)
+            names[f"{ast.unparse(target)}, set later:"] = _value(code, variables)
     return names
-
-
-def _mapping(code: ast.expr, names: Mapping[str, Any], known: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return a dictionary, by itself or by its name among the `known`; None for anything else."""
-    if isinstance(code, ast.Name):
-        return known.get(code.id)
-    parts: list[tuple[Any, ast.expr]] = [(None, code)]
-    if isinstance(code, ast.Call) and ast.unparse(code.func) == "dict" and not code.args:
-        parts = [(part.arg, part.value) for part in code.keywords]
-    elif isinstance(code, ast.Dict):
-        parts = [(getattr(key, "value", None), part) for key, part in zip(code.keys, code.values, strict=True)]
-    return None if any(type(name) is not str for name, _ in parts) else {n: _value(part, names) for n, part in parts}
 
 
 def _value(code: ast.expr, names: Mapping[str, Any]) -> Any:

@@ -109,11 +109,9 @@ def assign(
     for minibatch in range(num_minibatches):
         for idle in (False, True):
             members = sorted(
-                (-cost, rank, place)
-                for rank in range(ranks)
-                for place, cost in enumerate(cost_RMN[rank][minibatch])
+                (-cost, rank, place) for rank in range(ranks) for place, cost in enumerate(cost_RMN[rank][minibatch])
                 if idle_RMN[rank][minibatch][place] == idle
-            )
+            )  # fmt: skip
             own, loads = [0.0] * ranks, [(0.0, rank) for rank in range(ranks)]
             for minus_cost, home, place in members:
                 load, taker = loads[0]

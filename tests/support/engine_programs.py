@@ -260,6 +260,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
         result = trainer.policy.step()
         seen["applied"].append(result.applied)
         seen["norms"].append(str(result.grad_norm))
+    assert not trainer.policy.logprobs(trainer.policy.micro_batches([], gradients=False), (2, 3), 1.0).any()
     micro = batches[0]
     seen["logp"].append(float(trainer.policy.forward(micro, 1.0)[0].detach().sum()))
     seen["skipped"] = trainer.policy.skipped_steps

@@ -214,9 +214,8 @@ class Symptoms:
             fall if trained > best.reward and fall > chance else math.nan,
             f"held-out accuracy{of_set} is {accuracy:.3f} after {best.value:.3f} at step {best.step}, while the"
             f" training reward rose from {best.reward:.3f} to {trained:.3f}: the policy may be learning the reward"
-            " functions instead of the task",
-            best.step + 1,
-        )
+            " functions instead of the task", best.step + 1,
+        )  # fmt: skip
 
     def _duplicates(self, values: dict[str, float]) -> Sign:
         share = values["completion/duplicate_frac"]
