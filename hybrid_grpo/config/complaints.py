@@ -160,5 +160,5 @@ def _wrong_value(place: _Place, kind: str, value: Any, context: Mapping[str, Any
     expected = "a finite number" if kind == "finite_number" else type_name(hint)
     here = value_here(value, name) if isinstance(value, str | bool) else value
     meant = next(iter(" ".join(map(str, pair)) for pair in here.items()), "") if isinstance(here, dict) else here
-    means = "" if meant in (value, "", []) else f": write {meant}"
+    means = "" if meant in (value, "", []) or (lists and isinstance(here, dict)) else f": write {meant}"
     return f"{name}: expected {expected}, got {'nothing' if value == '' else value}{means}"

@@ -258,7 +258,7 @@ class TrainingRun:
             before = min(before, self.saver.step)
         checkpoint, _ = self.checkpoints.newest_whole(before)
         if checkpoint is None or self.checkpoints.rollbacks >= config.max_rollbacks:
-            why = "there is no checkpoint to go back to" if checkpoint is None else "guard.max_rollbacks is reached"
+            why = f"no checkpoint precedes step {before}" if checkpoint is None else "guard.max_rollbacks is reached"
             raise RunStopped(f"{diverged}: {why}: no model was exported: lower policy.lr or policy.max_grad_norm")
         lr_scale, step = config.lr_factor * stage.policy.lr_scale, checkpoint.manifest.step
         note = f"{diverged}: back to step {step}, the learning rate times {lr_scale:g}"

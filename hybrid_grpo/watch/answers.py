@@ -262,7 +262,7 @@ def _number(given: QueryParams, name: str) -> float | None:
 
 def _whole(given: QueryParams, name: str) -> int | None:
     value = _number(given, name)
-    return None if value is None else int(value)
+    return None if value is None else min(int(value), 1 << 62)
 
 
 def time_layers(table: Table, columns: int) -> dict[str, Any] | None:
