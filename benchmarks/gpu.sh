@@ -16,11 +16,11 @@
 #
 # Every part is stopped after ten minutes. If a part fails, the others still run, and the script fails at its end.
 # Started again it skips the parts done on this commit and machine; --again repeats them. After each part it writes
-# gpu.json and gpu.md (a table) to benchmarks/results, or to the folder after --out, with logs in gpu/. Of three leases
-# two fit into a quarter of an hour. One gives its parts the seconds below, and what others have left of theirs, ends
-# after LEASE_S seconds (their sum and 30) with what is done, and after each part writes all of this to lease_a.tar.gz in
-# the folder OUT, else in that of --out. TRL runs in TRL_ENV, the folder of an environment which is created if it does
-# not exist, or here, where its package is.
+# gpu.json and gpu.md (a table) to benchmarks/results, or to the folder after --out, with logs in gpu/. lease_a and
+# lease_b together take a quarter of an hour. A lease gives each part the seconds below and whatever earlier parts left
+# over, ends after LEASE_S seconds (their sum and 30) with what is done, and after each part writes all of this to
+# lease_a.tar.gz in the folder OUT, else in that of --out. TRL runs in TRL_ENV, the folder of an environment which is
+# created if it does not exist, or here, where its package is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh

@@ -118,7 +118,7 @@ class Side:
         )  # fmt: skip
         assert lengths is None or produced == flat(lengths), "completions do not have the lengths forced"
         gaps = {f"logp_gap_{what}": values[f"parity/logp_abs_diff_{what}"] for what in ("mean", "max")}
-        # The step has taken the peak's measure itself, and begun another.
+        # trainer.step() reads and resets the peak itself.
         peak = {"peak_gpu_gb": values["memory/peak_gb"]} if "memory/peak_gb" in values else {}
         return {**result, **gaps, **peak, "switch_s": values["time/switch_s"]}
 

@@ -227,7 +227,7 @@ class Policy:
             found = pack(rows, budget, device, share=share, reading=self.reading, together=together, group=self._group)
         else:
             found = pad(rows, budget, device, reading=self.reading, together=together)
-        # DeepSpeed makes no optimizer step without a backward pass, be it of nothing.
+        # DeepSpeed makes no optimizer step without a backward pass, even if there is nothing to learn.
         return found or fillers(1, device, packed=self.packs)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:

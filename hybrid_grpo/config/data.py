@@ -122,7 +122,7 @@ class DataConfig:
         for name, default in (("path", ""), ("task", None), ("subset", None), ("split", "train"), ("limit", None)):
             value = getattr(self, name)
             given = value is not default and value != default
-            refuse(given, f"data.{name} and data.mixture are both set: empty it, or move it into a source of that")
+            refuse(given, f"data.{name} and data.mixture are both set: move the first into a source, or empty it")
         refuse(
             self.eval_split is not None and self.eval_path is None,
             f"data.eval_split {self.eval_split} is a split of data.path, not of data.mixture: set data.eval_path",

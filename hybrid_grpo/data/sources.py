@@ -193,8 +193,8 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
     ignored = {*datasets.data_files.FILES_TO_IGNORE}
     left = [file for file in there if os.path.realpath(file) not in known and os.path.basename(file) not in ignored]
     if left and os.environ.get("RANK", "0") == "0":
-        told = f"{len(left)} of its {len(there)} files are not read, such as {left[0]}, as a folder has one format, and"
-        print(f"data: {source.path_setting} {source.path}: {told} splits by names: give a pattern", file=sys.stderr)
+        told = f"{len(left)} of its {len(there)} files are not read, such as {left[0]}: a folder has one format, and"
+        print(f"data: {source.path_setting} {source.path}: {told} its names say splits; try a pattern", file=sys.stderr)
     return {str(name): source.rows_of(paths) for name, paths in files.items()}
 
 
